@@ -1,0 +1,43 @@
+"""Dynamically Composable Multi-Head Attention (arXiv 2405.08553). Names load on first use; the operator needs torch only."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from dcformer.models.dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerModel
+    from dcformer.nn import DCMHA, Compose
+    from dcformer.ops import Composition, composed_attention
+
+_HOME = {
+    "Composition": "dcformer.ops",
+    "composed_attention": "dcformer.ops",
+    "Compose": "dcformer.nn",
+    "DCMHA": "dcformer.nn",
+    "DCFormerConfig": "dcformer.models.dcformer",
+    "DCFormerModel": "dcformer.models.dcformer",
+    "DCFormerForCausalLM": "dcformer.models.dcformer",
+}
+
+__all__ = [
+    "DCMHA",
+    "Compose",
+    "Composition",
+    "DCFormerConfig",
+    "DCFormerForCausalLM",
+    "DCFormerModel",
+    "composed_attention",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'dcformer' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,19 @@
+"""The operator: composed attention, its backends and how to add one. Imports nothing but torch."""
+
+from dcformer.ops.api import Explanation, composed_attention, explain
+from dcformer.ops.composition import Composition
+from dcformer.ops.mixers import Block, BlockGrads, Mixer, Request, register_mixer
+from dcformer.ops.reference import composed_weights
+
+__all__ = [
+    "Block",
+    "BlockGrads",
+    "Composition",
+    "Explanation",
+    "Mixer",
+    "Request",
+    "composed_attention",
+    "composed_weights",
+    "explain",
+    "register_mixer",
+]
