@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from dcformer import _register
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -41,3 +43,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+_register.install()

@@ -48,7 +48,7 @@ class DCFormerMLP(nn.Module):
 
 
 class DCFormerAttention(nn.Module):
-    """Self-attention whose heads are composed (arXiv 2405.08553, Section 3); plain attention where `config.compose` is `None`."""
+    """Self-attention with composed heads (arXiv 2405.08553, Section 3), or plain where `config.compose` is `None`."""
 
     def __init__(self, config: DCFormerConfig, layer_idx: int):
         super().__init__()
