@@ -1,0 +1,77 @@
+"""Writing so that nothing is ever half there: to a temporary name, to the disk, then renamed; and clear errors when a disk is full."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replaces the file in one step: a reader sees the old content or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        _flush(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def publish(finished: Path, target: Path) -> None:
+    """Gives a finished file or folder its final name, once its content is on the disk."""
+    for path in [finished, *finished.rglob("*")]:
+        _flush(path)
+    os.rename(finished, target)
+    _flush(target.parent)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def explained_disk_errors(what: str, folder: Path, needed: int | None = None) -> Iterator[None]:
+    """Turns the various errors with which libraries report a failed write into one `OSError` that a user can act on.
+
+    Args:
+        what: what is being written, for the message.
+        folder: where.
+        needed: bytes that it takes, where known.
+
+    Raises:
+        OSError: with the number that the system gave (`errno.EIO` where the library hides it).
+    """
+    try:
+        yield
+    except Exception as error:
+        number = _write_error(error)
+        if number is None:
+            raise
+        free = shutil.disk_usage(folder).free if folder.exists() else 0
+        size = "" if needed is None else f" It takes about {needed:,} bytes;"
+        message = f"could not write {what} in {folder}: {error}.{size} {free:,} bytes are free there."
+        raise OSError(number, message) from error
+
+
+def _write_error(error: BaseException | None) -> int | None:
+    """The system's number for a failed write, None for any other error. Libraries in Rust and C++ only leave a text."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno:
+            return error.errno
+        if found := re.search(r"os error (\d+)", str(error)):
+            return int(found[1])
+        if isinstance(error, RuntimeError) and re.search(r"inline_container|PytorchStreamWriter", str(error)):
+            return errno.EIO
+        error = error.__cause__
+    return None
