@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, find_packed_sequence_indices
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
@@ -26,6 +26,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.import_utils import is_torchdynamo_compiling
 from transformers.utils.output_capturing import capture_outputs
 
 from dcformer.models.attention import COMPOSED_ATTENTION_FUNCTIONS, pack, unpack
@@ -52,8 +53,9 @@ class DCFormerAttention(nn.Module):
 
     def __init__(self, config: DCFormerConfig, layer_idx: int):
         super().__init__()
-        self.config, self.layer_idx = config, layer_idx
         E, N, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        assert K is not None and D is not None and config.layer_types is not None
+        self.config, self.layer_idx = config, layer_idx
         self.head_dim, self.scaling, self.num_key_value_groups = D, D**-0.5, N // K
         self.is_causal = True
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
@@ -124,6 +126,18 @@ class DCFormerPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DCFormerDecoderLayer, "attentions": DCFormerAttention}  # noqa: RUF012
 
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """Refuses every implementation that would run plain attention in the place of composed attention."""
+        if requested_attention is not None and requested_attention not in COMPOSED_ATTENTION_FUNCTIONS:
+            raise ValueError(
+                f"attn_implementation={requested_attention!r} is not supported; choose 'sdpa' (fast) or 'eager' (the "
+                "specification, which also gives the attention weights)"
+            )
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
+
+    def _get_static_cache_init_shape(self) -> None:
+        """Packed keys are wider than `config.head_dim`, so a static cache takes its shape from the first keys it sees."""
+
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, Compose):
@@ -138,7 +152,9 @@ class DCFormerModel(DCFormerPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(DCFormerDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]  # our configuration has all that it reads
+        assert config.layer_types is not None
+        self.layer_types = config.layer_types
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -166,7 +182,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             past = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(hidden.shape[1], device=hidden.device) + past).unsqueeze(0)
         position_embeddings = self.rotary_emb(hidden, position_ids=position_ids)
-        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
+        for layer, layer_type in zip(self.layers, self.layer_types, strict=True):
             hidden = layer(
                 hidden,
                 attention_mask=masks[layer_type],
@@ -180,18 +196,34 @@ class DCFormerModel(DCFormerPreTrainedModel):
     def _masks(
         self, hidden: Tensor, attention_mask: Tensor | dict | None, position_ids: Tensor | None, cache: Cache | None
     ) -> tuple[dict[str, Tensor | None], bool]:
-        """A mask for each type of layer, and whether causality and window are left to `aligned` (see `models.attention`)."""
+        """A mask for each type of layer, and whether causality and windows are left to flags (`aligned` in `models.attention`).
+
+        Composed attention takes flags wherever the queries are the last of the keys, so that masks stay linear in the length:
+        without a cache and in one that grows. A static cache, or a mask that the caller finished, is transformers' business.
+        """
         if isinstance(attention_mask, dict):
             return attention_mask, False
-        growing = cache is None or (isinstance(cache, Cache) and not any(isinstance(c, StaticLayer) for c in cache.layers))
-        packed = position_ids is not None and attention_mask is None and cache is None
-        if self.config.compose is not None and growing and not packed and (attention_mask is None or attention_mask.dim() == 2):
-            mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
-            return dict.fromkeys(self.config.layer_types, mask), True
-        arguments = {"config": self.config, "inputs_embeds": hidden, "attention_mask": attention_mask}
-        arguments |= {"position_ids": position_ids, "cache": cache}
+        finished = attention_mask is not None and attention_mask.dim() == 4
+        grows = cache is None or (isinstance(cache, Cache) and not any(isinstance(c, StaticLayer) for c in cache.layers))
+        if self.config.compose is not None and grows and not finished:
+            mask = _hidden_besides(attention_mask, position_ids, cache)
+            return {kind: mask for kind in self.layer_types}, True
         makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-        return {kind: makers[kind](**arguments) for kind in set(self.config.layer_types)}, False
+        return {
+            kind: makers[kind](self.config, hidden, attention_mask, cache, position_ids) for kind in set(self.layer_types)
+        }, False
+
+
+def _hidden_besides(attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None) -> Tensor | None:
+    """What is hidden besides causality and windows: padding [B, 1, 1, S], or other documents of a packed row [B, 1, T, T]."""
+    if attention_mask is not None:
+        padding = attention_mask.bool()
+        # Reading the mask would break a compiled graph.
+        return None if not is_torchdynamo_compiling() and padding.all() else padding[:, None, None, :]
+    if position_ids is None or cache is not None:
+        return None
+    document = find_packed_sequence_indices(position_ids)  # [B, T], or None if every row is one document
+    return None if document is None else document[:, None, :, None] == document[:, None, None, :]
 
 
 class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
@@ -221,7 +253,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, V], and the loss where `labels` [B, T] are given (-100 is left out; they are shifted here)."""
-        outputs: BaseModelOutputWithPast = self.model(
+        outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,

@@ -1,0 +1,151 @@
+"""Parameters and FLOPs of a DCFormer, reckoned from its configuration alone, with the share that composition adds.
+
+E hidden size, F MLP width, N heads = G groups of n, K key/value heads, D head dim, R rank, C channels, I = 2 R n, V vocabulary,
+T length, W window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from dcformer.models.dcformer.configuration_dcformer import DCFormerConfig
+
+
+@dataclass(frozen=True)
+class _Counts:
+    @property
+    def total(self) -> float:
+        """The sum of all parts."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    @property
+    def composition_share(self) -> float:
+        """What composition adds, as a share of everything else: 0.02 is 2 % more than plain attention."""
+        composition = getattr(self, "composition")  # noqa: B009
+        return composition / (self.total - composition)
+
+
+@dataclass(frozen=True)
+class Parameters(_Counts):
+    """Numbers of parameters.
+
+    Attributes:
+        embeddings: input and output, once if tied.
+        projections: queries, keys, values, outputs.
+        mlp: the SwiGLU MLPs.
+        norms: all norms.
+        composition: `Compose`.
+    """
+
+    embeddings: int
+    projections: int
+    mlp: int
+    norms: int
+    composition: int
+
+
+@dataclass(frozen=True)
+class Flops(_Counts):
+    """FLOPs of a forward pass per token.
+
+    Attributes:
+        head: the output layer.
+        projections: queries, keys, values, outputs.
+        mlp: the SwiGLU MLPs.
+        products: scores and weighted values.
+        composition: making the mixing weights, and mixing.
+    """
+
+    head: float
+    projections: float
+    mlp: float
+    products: float
+    composition: float
+
+
+def count_parameters(config: DCFormerConfig) -> Parameters:
+    """The parameters of `DCFormerForCausalLM(config)`; `total` equals the sum of their sizes."""
+    E, L, D = config.hidden_size, config.num_hidden_layers, config.head_dim
+    assert D is not None
+    return Parameters(
+        embeddings=config.vocab_size * E * (1 if config.tie_word_embeddings else 2),
+        projections=L * _projections(config),
+        mlp=L * 3 * E * config.intermediate_size,
+        norms=L * (2 * E + (2 * D if config.qk_norm else 0)) + E,
+        composition=L * (_dynamic(config) + _static(config)),
+    )
+
+
+def count_flops(config: DCFormerConfig, length: int) -> Flops:
+    """Forward FLOPs per token, the mean over a sequence of `length` tokens processed at once.
+
+    A multiply-add is two FLOPs. Counted are the matrix products, of attention only the pairs that a query sees (causality and
+    windows), and composition: its own projections, and per pair and side 2R + 1 multiply-adds a head for each of the query-wise
+    and the key-wise part, N/G for the static one, as the equations of `dcformer.Composition` read. A backend may do other
+    arithmetic. Not counted are look-ups, norms, rotations, activations and the softmax. A training step is three times as much.
+
+    Args:
+        config: the model.
+        length: T, at least 1.
+
+    Raises:
+        ValueError: `length` is not positive.
+    """
+    if length < 1:
+        raise ValueError(f"length={length} must be at least 1")
+    E, L, N, D = config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.head_dim
+    assert D is not None and config.layer_types is not None
+    pairs = sum(
+        _visible_keys(length, config.sliding_window if kind == "sliding_attention" else None) for kind in config.layer_types
+    )
+    return Flops(
+        head=2 * E * config.vocab_size,
+        projections=2 * L * _projections(config),
+        mlp=2 * L * 3 * E * config.intermediate_size,
+        products=pairs * 4 * N * D,
+        composition=2 * L * _dynamic(config) + pairs * _mixing(config),
+    )
+
+
+def _visible_keys(length: int, window: int | None) -> float:
+    """The keys that a query sees, itself included, on average."""
+    full = min(length, window or length)  # the first queries see 1, 2, ..., full keys, the others full
+    return (full * (full + 1) / 2 + (length - full) * full) / length
+
+
+def _projections(config: DCFormerConfig) -> int:
+    assert config.head_dim is not None and config.num_key_value_heads is not None
+    return 2 * config.hidden_size * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
+
+
+def _sides_and_parts(compose: dict) -> tuple[int, int]:
+    """How many of pre and post, and of query-wise and key-wise, are there."""
+    dynamic = compose["rank"] or compose["gates"]
+    return compose["pre"] + compose["post"], (compose["query_wise"] + compose["key_wise"]) if dynamic else 0
+
+
+def _dynamic(config: DCFormerConfig) -> int:
+    """Parameters of a layer's dynamic composition, which are also its multiply-adds per token."""
+    if config.compose is None:
+        return 0
+    E, N, R, G = config.hidden_size, config.num_attention_heads, config.compose["rank"], config.compose["groups"]
+    sides, parts = _sides_and_parts(config.compose)
+    inner = 2 * R * N // G
+    gates = E * N if config.compose["gates"] else 0
+    return sides * parts * (E * G * inner + inner * 2 * R * N + gates)
+
+
+def _static(config: DCFormerConfig) -> int:
+    """Parameters of a layer's static composition."""
+    if config.compose is None or not config.compose["static"]:
+        return 0
+    return _sides_and_parts(config.compose)[0] * config.num_attention_heads**2 // config.compose["groups"]
+
+
+def _mixing(config: DCFormerConfig) -> int:
+    """FLOPs of mixing one pair of query and key in a layer."""
+    if config.compose is None:
+        return 0
+    sides, parts = _sides_and_parts(config.compose)
+    per_head = 2 * config.compose["rank"] + (1 if config.compose["gates"] else 0)
+    return 2 * (sides * parts * per_head * config.num_attention_heads + _static(config))
