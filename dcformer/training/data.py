@@ -196,7 +196,8 @@ def _key(train: list[_Part], validation: list[_Part], settings: DataSettings, to
     else:
         vocabulary = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token]
     parts = [
-        [(p.source.kind, p.source.digest, p.source.text_field, p.by, p.start, p.stop) for p in split] for split in (train, validation)
+        [(p.source.kind, p.source.digest, p.source.text_field, p.by, p.start, p.stop) for p in split]
+        for split in (train, validation)
     ]
     content = json.dumps([_FORMAT, parts, vocabulary, settings.block_size])
     return hashlib.sha256(content.encode()).hexdigest()[:32]
@@ -225,8 +226,9 @@ def _build(
             summary[name] = counts = _pack(parts, tokenizer, settings.block_size, partial / f"{name}.arrow")
             if not counts["rows"]:
                 raise ValueError(
-                    f"the {name} split has {counts['tokens']} tokens ({counts['bytes']} bytes in {counts['files']} files), fewer "
-                    f"than block_size={settings.block_size}: more text, a smaller block_size or another validation_fraction"
+                    f"the {name} split has {counts['tokens']} tokens ({counts['bytes']} bytes in {counts['files']} files), "
+                    f"fewer than block_size={settings.block_size}: more text, a smaller block_size or another "
+                    "validation_fraction would do"
                 )
         write_json(partial / "summary.json", summary)
         try:

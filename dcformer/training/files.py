@@ -1,4 +1,4 @@
-"""Writing so that nothing is ever half there: to a temporary name, to the disk, then renamed; and clear errors when a disk is full."""
+"""Writing so that nothing is ever half there: under a temporary name, then renamed. Clear errors when a disk is full."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+_FAILED_WRITES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -67,10 +69,10 @@ def explained_disk_errors(what: str, folder: Path, needed: int | None = None) ->
 def _write_error(error: BaseException | None) -> int | None:
     """The system's number for a failed write, None for any other error. Libraries in Rust and C++ only leave a text."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno:
-            return error.errno
-        if found := re.search(r"os error (\d+)", str(error)):
-            return int(found[1])
+        hidden = re.search(r"os error (\d+)", str(error))
+        number = error.errno if isinstance(error, OSError) else int(hidden[1]) if hidden else None
+        if number in _FAILED_WRITES:
+            return number
         if isinstance(error, RuntimeError) and re.search(r"inline_container|PytorchStreamWriter", str(error)):
             return errno.EIO
         error = error.__cause__

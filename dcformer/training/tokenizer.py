@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 # What published tokenizer.json files call the end of a text; the file itself does not say which token it is.
@@ -41,6 +41,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     Raises:
         ValueError: it cannot be read, or it has no token for the end of a text.
     """
+    tokenizer: PreTrainedTokenizerBase
     try:
         if Path(name).is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=name)
@@ -54,5 +55,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
         vocabulary = tokenizer.get_vocab()
         tokenizer.eos_token = next((token for token in _KNOWN_ENDS if token in vocabulary), None)
     if tokenizer.eos_token is None:
-        raise ValueError(f"tokenizer={name!r} has no end-of-text token; a folder whose tokenizer_config.json has eos_token would do")
+        raise ValueError(
+            f"tokenizer={name!r} has no end-of-text token; a folder whose tokenizer_config.json has eos_token would do"
+        )
     return tokenizer

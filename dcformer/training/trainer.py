@@ -5,13 +5,36 @@ B rows of a micro batch, T tokens a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
-from transformers import PretrainedConfig
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.utils import logging
 
 from dcformer.training.data import PreparedData
+from dcformer.training.files import explained_disk_errors
+from dcformer.training.metrics import MetricsCallback, read_metrics
+from dcformer.training.progress import ProgressDisplay
+from dcformer.training.run_folder import RunFolder
+
+# Settings that say where and how often to save, but do not change what comes out.
+_FREE_SETTINGS = ("out", "save_every", "keep_checkpoints")
 
 
 @dataclass(frozen=True)
@@ -38,7 +61,6 @@ class TrainSettings:
         save_every: steps between checkpoints. None: as `eval_every`.
         keep_checkpoints: how many checkpoints stay while training runs.
         eval_rows: rows of the validation split to evaluate on, the same ones each time. None: all.
-        log_every: steps between lines of training loss in metrics.jsonl.
     """
 
     out: str
@@ -60,7 +82,6 @@ class TrainSettings:
     save_every: int | None = None
     keep_checkpoints: int = 2
     eval_rows: int | None = None
-    log_every: int = 10
 
 
 class TrainResult(NamedTuple):
@@ -89,18 +110,230 @@ def train(
 ) -> TrainResult:
     """Trains a new model of this configuration, or goes on with the unfinished run in `settings.out`.
 
-    A finished run with the same settings is not run again: its result is returned.
+    A run that was stopped, at any moment and however, ends with the loss of an undisturbed one: weights, optimizer, schedule,
+    random numbers and the order of the data go on from the last checkpoint. A finished run with the same settings is not run
+    again: its result is returned. Seeds the random numbers of PyTorch, NumPy and Python.
 
     Args:
-        config: `DCFormerConfig`, or any configuration that `AutoModelForCausalLM` knows.
+        config: `DCFormerConfig`, or any configuration that `AutoModelForCausalLM` knows. It is not changed.
         data: from `prepare_data`.
         settings: how to train.
         console: where progress is shown; None: nowhere.
 
     Raises:
-        ValueError: a setting is out of range, `out` holds a run with other settings or something else, or a checkpoint is
-            corrupt.
-        FloatingPointError: the loss is no longer finite; the message has the step.
-        OSError: a checkpoint could not be written; the message has the folder. Earlier checkpoints stay.
+        ValueError: a setting is out of range, `out` holds another run or something else, or a checkpoint is corrupt.
+        FloatingPointError: the loss or the gradients are no longer finite; the message has the step. metrics.jsonl stays.
+        OSError: something could not be written; the message has the folder. Earlier checkpoints stay.
     """
-    raise NotImplementedError
+    _check(config, data, settings)
+    with _quiet_transformers():
+        folder = RunFolder(settings.out)
+        args = _arguments(settings)
+        if args.process_index == 0:
+            with explained_disk_errors("a new run", folder.path):
+                folder.open(_identity(config, data, settings))
+        args.distributed_state.wait_for_everyone()
+        if not folder.is_finished:
+            with ProgressDisplay(console if args.process_index == 0 else None, folder.path.name, settings.steps) as display:
+                _run(config, data, settings, folder, args, display)
+            args.distributed_state.wait_for_everyone()
+        elif args.process_index == 0:
+            folder.tidy()
+    return TrainResult(out=settings.out, **folder.result())
+
+
+def _run(
+    config: PretrainedConfig,
+    data: PreparedData,
+    settings: TrainSettings,
+    folder: RunFolder,
+    args: TrainingArguments,
+    display: ProgressDisplay,
+) -> None:
+    set_seed(settings.seed)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    use_cache = model.config.use_cache
+    tokens_per_step = _rows_per_step(args) * len(data.train[0]["input_ids"])
+    metrics = MetricsCallback(folder.metrics, tokens_per_step, data.bytes_per_token, display.show)
+    eval_rows = min(settings.eval_rows or len(data.validation), len(data.validation))
+    trainer = _Trainer(
+        folder,
+        settings,
+        model=model,
+        args=args,
+        data_collator=_collate,
+        train_dataset=data.train.with_format("torch"),
+        eval_dataset=data.validation.select(range(eval_rows)).with_format("torch"),
+        processing_class=data.tokenizer,
+        callbacks=[metrics],
+    )
+    checkpoint = folder.last_checkpoint()
+    if args.process_index == 0:
+        metrics.go_on_after(0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2]))
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if args.process_index == 0:
+        lines = [line for line in read_metrics(folder.metrics) if line["split"] == "validation"]
+        seconds, tokens = lines[-1]["seconds"], lines[-1]["tokens"]
+        result = {
+            "steps": settings.steps,
+            "parameters": model.num_parameters(),
+            "evaluations": [{name: value for name, value in line.items() if name != "split"} for line in lines],
+            "tokens_per_second": tokens / seconds,
+            "seconds": seconds,
+        }
+        model.config.use_cache = use_cache
+        with explained_disk_errors("the trained model", folder.path, _bytes(model)):
+            folder.finish(model, data.tokenizer, result)
+
+
+class _Trainer(Trainer):
+    """The Trainer with checkpoints that are complete or not there, and rows in an order of our own."""
+
+    def __init__(self, folder: RunFolder, settings: TrainSettings, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.folder, self.settings, self.rows = folder, settings, len(kwargs["train_dataset"])
+        self.remove_callback(PrinterCallback)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        total = self.settings.steps * _rows_per_step(self.args)
+        return _RunOrder(self.rows, total, self.settings.seed)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Matrices (embeddings among them) decay; biases, norms and other vectors do not."""
+        return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """To the callbacks only: the Trainer's history, which every checkpoint repeats, would grow with the run."""
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.folder.partial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        step = self.state.global_step
+        needed = 3 * _bytes(model)  # AdamW keeps two numbers for each weight
+        try:
+            with explained_disk_errors(f"the checkpoint of step {step}", self.folder.path, needed):
+                super()._save_checkpoint(model, trial)
+                self.accelerator.wait_for_everyone()
+                if self.args.should_save:
+                    self.folder.publish_checkpoint(step, self.settings.keep_checkpoints)
+                self.accelerator.wait_for_everyone()
+        finally:
+            if self.args.should_save:
+                self.folder.clean()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            Path(output_dir or self._get_output_dir(None), "training_args.bin").unlink()  # a pickle; run.json has the settings
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        # The Trainer's own loading knows no renamed weights and passes over missing ones.
+        assert isinstance(self.model, PreTrainedModel)
+        loaded = type(self.model).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
+        self.model.load_state_dict(loaded.state_dict())
+
+
+class _RunOrder(Sampler[int]):
+    """The rows of the whole run: one permutation after another, drawn from the seed alone.
+
+    To the Trainer the run is one epoch. So every batch is full, no model's random numbers change the order, and a resumed run
+    skips what it has seen.
+    """
+
+    def __init__(self, rows: int, total: int, seed: int):
+        self.rows, self.total, self.seed = rows, total, seed
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed)
+        for start in range(0, self.total, self.rows):
+            yield from torch.randperm(self.rows, generator=generator)[: self.total - start].tolist()
+
+
+def _collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Rows to a batch [B, T]; the model shifts labels by itself."""
+    ids = torch.stack([row["input_ids"] for row in rows])
+    return {"input_ids": ids, "labels": ids}
+
+
+def _rows_per_step(args: TrainingArguments) -> int:
+    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def _arguments(settings: TrainSettings) -> TrainingArguments:
+    on_gpu = torch.cuda.is_available()
+    eval_every = settings.eval_every or max(1, settings.steps // 10)
+    return TrainingArguments(
+        output_dir=settings.out,
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.batch_size,
+        per_device_eval_batch_size=settings.batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="cosine_warmup_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": settings.min_learning_rate_ratio},
+        warmup_steps=settings.steps // 10 if settings.warmup_steps is None else settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        max_grad_norm=settings.max_grad_norm,
+        seed=settings.seed,
+        bf16=on_gpu and torch.cuda.is_bf16_supported() if settings.bf16 is None else settings.bf16,
+        activation_checkpointing=settings.gradient_checkpointing,
+        torch_compile=settings.compile,
+        eval_strategy="steps",
+        eval_steps=eval_every,
+        save_strategy="steps",
+        save_steps=settings.save_every or eval_every,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        log_level="error",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=on_gpu,
+    )
+
+
+def _identity(config: PretrainedConfig, data: PreparedData, settings: TrainSettings) -> dict[str, Any]:
+    """What makes a run the same run."""
+    chosen = {name: value for name, value in asdict(settings).items() if name not in _FREE_SETTINGS}
+    shape = {name: value for name, value in config.to_dict().items() if name != "transformers_version"}
+    return {"settings": chosen, "config": shape, "data": data.summary["fingerprint"]}
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Errors only; the progress display and our own errors say the rest. The Trainer sets the level for the whole process."""
+    before = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _check(config: PretrainedConfig, data: PreparedData, settings: TrainSettings) -> None:
+    for name in ("steps", "batch_size", "gradient_accumulation", "eval_every", "save_every", "keep_checkpoints", "eval_rows"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "min_learning_rate_ratio"):
+        value = getattr(settings, name)
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name}={value} must not be below 0")
+    if settings.min_learning_rate_ratio > 1:
+        raise ValueError(f"min_learning_rate_ratio={settings.min_learning_rate_ratio} must be at most 1")
+    if config.vocab_size < len(data.tokenizer):
+        raise ValueError(f"config.vocab_size={config.vocab_size} must be at least {len(data.tokenizer)}, the tokenizer's size")
