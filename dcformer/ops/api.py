@@ -13,7 +13,7 @@ from torch import Tensor
 from dcformer.ops import reference
 from dcformer.ops.autograd import composed_attention_op
 from dcformer.ops.composition import Composition
-from dcformer.ops.mixers import MIXERS, Request, register_mixer
+from dcformer.ops.mixers import MIXERS, Mixer, Request, register_mixer
 from dcformer.ops.mixers.chunked import ChunkedMixer
 
 register_mixer(ChunkedMixer())
@@ -50,8 +50,8 @@ def composed_attention(
         s = scale q k^T;  a = Compose_pre(s) + mask;  p = softmax(a);  o = Compose_post(p) v
 
     It takes what `torch.nn.functional.scaled_dot_product_attention` takes, and without `pre` and `post` gives what it gives.
-    Heads share keys and values where N is a multiple of K (no `enable_gqa` needed). Under autocast all inputs are cast to its dtype.
-    Differentiable once in every floating-point input; backend "reference" also twice.
+    Heads share keys and values where N is a multiple of K (no `enable_gqa` needed). Under autocast all inputs are cast to its
+    dtype. Differentiable once in every floating-point input; backend "reference" also twice.
 
     Args:
         query: [B, N, T, D].
@@ -59,10 +59,11 @@ def composed_attention(
         value: [B, K, S, Dv].
         pre: mixing of the scores, or `None`. Of the dtype and on the device of `query`.
         post: mixing of the weights, or `None`.
-        attn_mask: broadcasts to [B, N, T, S]; bool (True = visible) or of `query`'s dtype, added before the softmax and after `pre`.
-            It may be combined with `is_causal` and `window`; a key must pass all of them.
-        is_causal: query i of T stands at position i + S - T (the queries are the last T of the S positions) and sees no later key.
-        window: a query sees only keys less than `window` positions away: with `is_causal` the last `window` keys, itself included.
+        attn_mask: broadcasts to [B, N, T, S]; bool (True = visible) or of `query`'s dtype, added after `pre` and before the
+            softmax. It may be combined with `is_causal` and `window`; a key must pass all of them.
+        is_causal: the queries are the last T of the S positions, so query i stands at position i + S - T; it sees no later key.
+        window: a query sees only keys less than `window` positions away: with `is_causal` the last `window` keys, its own
+            included.
         scale: factor of the scores; D ** -0.5 by default.
         dropout_p: share of the final weights set to zero; the rest is divided by 1 - dropout_p.
         backend: "auto", "reference" or a mixer's name (`explain` lists them). A named backend never falls back to another.
@@ -80,10 +81,11 @@ def composed_attention(
     backend = _choose(request, backend)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     if backend == "reference":
-        return reference.composed_attention(
-            query, key, value, pre, post,
-            attn_mask=attn_mask, is_causal=is_causal, window=window, scale=scale, dropout_p=dropout_p,
-        )  # fmt: skip
+        with torch.autocast(query.device.type, enabled=False):
+            return reference.composed_attention(
+                query, key, value, pre, post,
+                attn_mask=attn_mask, is_causal=is_causal, window=window, scale=scale, dropout_p=dropout_p,
+            )  # fmt: skip
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     seed = torch.randint(1 << 48, (), device="cpu") if dropout_p > 0 else None
@@ -112,9 +114,7 @@ def explain(
     Raises:
         ValueError: as `composed_attention`.
     """
-    request = Request(
-        *_autocast(query, key, value, pre, post, attn_mask), is_causal, window, dropout_p
-    )  # type: ignore[arg-type]
+    request = Request(*_autocast(query, key, value, pre, post, attn_mask), is_causal, window, dropout_p)
     _validate(request)
     chosen = _choose(request, "auto")
     reasons = {}
@@ -126,7 +126,7 @@ def explain(
     return Explanation(chosen, reasons)
 
 
-def _by_priority() -> list:
+def _by_priority() -> list[Mixer]:
     return sorted(MIXERS.values(), key=lambda mixer: -mixer.priority)
 
 
@@ -153,14 +153,10 @@ def _autocast(
         return query, key, value, pre, post, attn_mask
     dtype = torch.get_autocast_dtype(device)
 
-    def cast(composition: Composition | None) -> Composition | None:
-        if composition is None:
-            return None
-        return Composition(*(None if t is None else t.to(dtype) for t in composition[:3]), composition.groups)
-
+    pre, post = (None if c is None else c.map(lambda part: part.to(dtype)) for c in (pre, post))
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask.to(dtype)
-    return query.to(dtype), key.to(dtype), value.to(dtype), cast(pre), cast(post), attn_mask
+    return query.to(dtype), key.to(dtype), value.to(dtype), pre, post, attn_mask
 
 
 def _validate(request: Request) -> None:
@@ -209,13 +205,12 @@ def _validate_composition(name: str, composition: Composition, query: Tensor, S:
         if composition.base.shape != (G, n, n):
             raise ValueError(f"{name}.base has shape {tuple(composition.base.shape)}; it must be [G, N/G, N/G] = {[G, n, n]}")
         _same_kind(f"{name}.base", composition.base, query)
-    for part, weights, length, letter in (("query", composition.query, T, "T"), ("key", composition.key, S, "S")):
+    for part, weights, length in (("query", composition.query, T), ("key", composition.key, S)):
         if weights is None:
             continue
         if weights.dim() != 4 or weights.shape[:2] != (B, length) or weights.shape[3] != N or weights.shape[2] % 2 == 0:
-            raise ValueError(
-                f"{name}.{part} has shape {tuple(weights.shape)}; it must be [B, {letter}, 2R+1, N] = [{B}, {length}, 2R+1, {N}]"
-            )
+            expected = f"[B, {'T' if part == 'query' else 'S'}, 2R+1, N] = [{B}, {length}, 2R+1, {N}]"
+            raise ValueError(f"{name}.{part} has shape {tuple(weights.shape)}; it must be {expected}")
         _same_kind(f"{name}.{part}", weights, query)
 
 

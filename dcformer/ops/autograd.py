@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dcformer.ops import driver
 from dcformer.ops.composition import Composition
+from dcformer.ops.driver import Call
 
 
 def _composition(base: Tensor | None, query: Tensor | None, key: Tensor | None, groups: int) -> Composition | None:
@@ -40,17 +41,19 @@ def composed_attention_op(
     dropout_p: float,
     mixer: str,
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, N, T, D] and the normalisers [B, N, T]. `seed` is an int64 scalar on the CPU, given with dropout."""
+    """Output [B, N, T, D] and the row statistics [B, N, T, 2]. `seed` is an int64 scalar on the CPU, given with dropout."""
     pre = _composition(pre_base, pre_query, pre_key, pre_groups)
     post = _composition(post_base, post_query, post_key, post_groups)
-    return driver.forward(query, key, value, pre, post, attn_mask, seed, is_causal, window, scale, dropout_p, mixer)
+    call = Call(query, key, value, pre, post, attn_mask, seed, is_causal, window, scale, dropout_p, mixer)
+    with torch.autocast(query.device.type, enabled=False):  # the products inside have chosen their dtypes
+        return driver.forward(call)
 
 
 @composed_attention_op.register_fake
 def _(query, key, value, *_args):  # type: ignore[no-untyped-def]
     B, N, T, _ = query.shape
-    normaliser = query.new_empty((B, N, T), dtype=driver.mixing_dtype(query.dtype))
-    return query.new_empty((B, N, T, value.shape[3])), normaliser
+    statistics = query.new_empty((B, N, T, 2), dtype=driver.mixing_dtype(query.dtype))
+    return query.new_empty((B, N, T, value.shape[3])), statistics
 
 
 @torch.library.custom_op("dcformer::composed_attention_backward", mutates_args=())
@@ -67,7 +70,7 @@ def composed_attention_backward_op(
     post_key: Tensor | None,
     attn_mask: Tensor | None,
     seed: Tensor | None,
-    normaliser: Tensor,
+    statistics: Tensor,
     mask_needs_grad: bool,
     pre_groups: int,
     post_groups: int,
@@ -80,10 +83,9 @@ def composed_attention_backward_op(
     """Gradients of those of query, key, value, the six parts and the mask that are there, in this order."""
     pre = _composition(pre_base, pre_query, pre_key, pre_groups)
     post = _composition(post_base, post_query, post_key, post_groups)
-    dquery, dkey, dvalue, dpre, dpost, dmask = driver.backward(
-        grad_out, query, key, value, pre, post, attn_mask, seed, normaliser, mask_needs_grad,
-        is_causal, window, scale, dropout_p, mixer,
-    )  # fmt: skip
+    call = Call(query, key, value, pre, post, attn_mask, seed, is_causal, window, scale, dropout_p, mixer)
+    with torch.autocast(query.device.type, enabled=False):
+        dquery, dkey, dvalue, dpre, dpost, dmask = driver.backward(call, grad_out, statistics, mask_needs_grad)
     grads = [dquery, dkey, dvalue, *(dpre or Composition())[:3], *(dpost or Composition())[:3], dmask]
     parts = [query, key, value, *(pre or Composition())[:3], *(post or Composition())[:3], attn_mask]
     return [grad.to(part.dtype) for grad, part in zip(grads, parts, strict=True) if grad is not None and part is not None]
@@ -105,10 +107,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(True)
 
 
-def _backward(ctx: Any, grad_out: Tensor, _grad_normaliser: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, normaliser = ctx.saved_tensors
+def _backward(ctx: Any, grad_out: Tensor, _grad_statistics: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, statistics = ctx.saved_tensors
     mask_needs_grad = ctx.needs_input_grad[9]
-    grads = iter(composed_attention_backward_op(grad_out, *tensors, normaliser, mask_needs_grad, *ctx.settings))
+    grads = iter(composed_attention_backward_op(grad_out, *tensors, statistics, mask_needs_grad, *ctx.settings))
     there = [*ctx.present[:9], mask_needs_grad]
     return *(next(grads) if present else None for present in there), *([None] * (1 + len(ctx.settings)))
 

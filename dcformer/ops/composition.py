@@ -5,6 +5,7 @@ B batch, T queries, S keys, N heads, R rank, G groups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -37,3 +38,8 @@ class Composition(NamedTuple):
     def is_identity(self) -> bool:
         """Whether there is nothing to mix."""
         return self.base is None and self.query is None and self.key is None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Composition:
+        """The composition with `function` applied to every part that is there."""
+        base, query, key = (None if part is None else function(part) for part in self[:3])
+        return Composition(base, query, key, self.groups)

@@ -86,8 +86,6 @@ def composed_attention(
     dropout_p: float = 0.0,
 ) -> Tensor:
     """o = p' v. Arguments as in `dcformer.composed_attention`."""
-    weights = composed_weights(
-        query, key, pre, post, attn_mask=attn_mask, is_causal=is_causal, window=window, scale=scale
-    )
+    weights = composed_weights(query, key, pre, post, attn_mask=attn_mask, is_causal=is_causal, window=window, scale=scale)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     return F.dropout(weights, dropout_p) @ value

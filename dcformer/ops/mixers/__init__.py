@@ -74,13 +74,15 @@ class Mixer(Protocol):
         """Why this mixer cannot serve the request, or `None` if it can."""
 
     def mix_forward(self, scores: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Compose, mask, softmax, compose: returns the weights [B, N, C, S] and the log of the normaliser [B, N, C].
+        """Compose, mask, softmax, compose: returns the weights [B, N, C, S] and the row statistics [B, N, C, 2].
 
-        A row without visible keys has weights 0 and the normaliser +inf.
+        The statistics are the row's largest composed score and the sum of exp(score - largest), with which the backward makes
+        the softmax again: two numbers and not one logarithm, since its rounding would scale a whole row. A row without visible
+        keys has weights 0 and the statistics (0, 1).
         """
 
     def mix_backward(
-        self, scores: Tensor, dweights: Tensor, normaliser: Tensor, block: Block, grads: BlockGrads
+        self, scores: Tensor, dweights: Tensor, statistics: Tensor, block: Block, grads: BlockGrads
     ) -> tuple[Tensor, Tensor]:
         """Returns the weights again and the gradient of the scores, both [B, N, C, S]; adds to `grads`."""
 

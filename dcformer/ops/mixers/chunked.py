@@ -34,12 +34,12 @@ def _query_matrix(x: Tensor, composition: Composition) -> Tensor:
     return matrix.expand(B, composition.groups, C, n, n)
 
 
-def _key_rows(composition: Composition, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def _key_rows(composition: Composition, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
     """w1 and w2 a rank, and the gate, each [B, G, n, 1, S]."""
     assert composition.key is not None
     w1, w2, gate = _split(composition.key.to(dtype), composition.groups)
-    along_keys = [w.movedim(2, -1).unsqueeze(-2) for w in (w1, w2)]  # [B, G, R, n, 1, S]
-    return *(list(w.contiguous().unbind(2)) for w in along_keys), gate.transpose(2, 3).unsqueeze(3).contiguous()
+    w1, w2 = (w.movedim(2, -1).unsqueeze(-2).contiguous() for w in (w1, w2))  # [B, G, R, n, 1, S]
+    return w1.unbind(2), w2.unbind(2), gate.transpose(2, 3).unsqueeze(3).contiguous()
 
 
 def compose(x: Tensor, composition: Composition | None) -> Tensor:
@@ -91,12 +91,12 @@ def compose_backward(x: Tensor, dy: Tensor, composition: Composition | None, gra
     return dx.flatten(1, 2)
 
 
-def _visible(block: Block, C: int, S: int, device: torch.device) -> Tensor | None:
+def _visible(block: Block, scores: Tensor) -> Tensor | None:
     """The keys that `block.lower` and `block.upper` leave to each query, [C, S]; `None` if they leave all."""
-    lower, upper = block.lower, block.upper
+    (C, S), lower, upper = scores.shape[2:], block.lower, block.upper
     if (upper is None or upper >= S) and (lower is None or lower + C - 1 <= 0):
         return None
-    offset = torch.arange(S, device=device) - torch.arange(C, device=device)[:, None]
+    offset = torch.arange(S, device=scores.device) - torch.arange(C, device=scores.device)[:, None]
     visible = torch.ones_like(offset, dtype=torch.bool) if lower is None else offset >= lower
     return visible if upper is None else visible & (offset < upper)
 
@@ -104,7 +104,7 @@ def _visible(block: Block, C: int, S: int, device: torch.device) -> Tensor | Non
 def _masked(scores: Tensor, block: Block) -> Tensor:
     """Compose_pre(scores) with what is not visible at -inf."""
     a = compose(scores, block.pre)
-    visible = _visible(block, *scores.shape[2:], scores.device)
+    visible = _visible(block, scores)
     if visible is not None:
         a = a.masked_fill_(~visible, -math.inf)
     if block.mask is None:
@@ -119,24 +119,26 @@ class ChunkedMixer:
     priority = 0
 
     def refuses(self, request: Request) -> str | None:
+        """It refuses nothing."""
         return None
 
     def mix_forward(self, scores: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See `Mixer.mix_forward`."""
         a = _masked(scores, block)
         largest = a.amax(-1, keepdim=True)
         largest.masked_fill_(largest == -math.inf, 0)
         p = a.sub_(largest).exp_()
         total = p.sum(-1, keepdim=True)
-        empty = total == 0
-        p.div_(total.masked_fill(empty, 1))
-        normaliser = (largest + total.log()).masked_fill_(empty, math.inf)
-        return compose(p, block.post), normaliser.squeeze(-1)
+        total.masked_fill_(total == 0, 1)
+        return compose(p.div_(total), block.post), torch.cat([largest, total], -1)
 
     def mix_backward(
-        self, scores: Tensor, dweights: Tensor, normaliser: Tensor, block: Block, grads: BlockGrads
+        self, scores: Tensor, dweights: Tensor, statistics: Tensor, block: Block, grads: BlockGrads
     ) -> tuple[Tensor, Tensor]:
+        """See `Mixer.mix_backward`."""
         a = _masked(scores if block.pre is not None else scores.clone(), block)
-        p = a.sub_(normaliser.unsqueeze(-1)).exp_()
+        largest, total = statistics.split(1, dim=-1)
+        p = a.sub_(largest).exp_().div_(total)
         weights = compose(p, block.post)
         dp = compose_backward(p, dweights, block.post, grads.post)
         da = p * (dp - (p * dp).sum(-1, keepdim=True))

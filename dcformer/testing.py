@@ -1,0 +1,124 @@
+"""Random inputs and the error budget, shared by tests and benchmarks.
+
+B batch, T queries, S keys, N heads, K key/value heads, D head dim, R rank, G groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dcformer.ops import Composition
+
+
+@dataclass
+class Inputs:
+    """The tensors of one call of `composed_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    pre: Composition | None
+    post: Composition | None
+    attn_mask: Tensor | None = None
+
+    def call(self) -> tuple:
+        """The positional arguments."""
+        return self.query, self.key, self.value, self.pre, self.post
+
+    def floats(self) -> list[Tensor]:
+        """Every floating-point tensor, in a fixed order."""
+        parts = [self.query, self.key, self.value, *(self.pre or ())[:3], *(self.post or ())[:3], self.attn_mask]
+        return [part for part in parts if part is not None and part.is_floating_point()]
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """A detached copy in another dtype, requiring gradients."""
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(dtype, copy=True).requires_grad_()
+
+        pre, post = (None if c is None else c.map(cast) for c in (self.pre, self.post))
+        mask = self.attn_mask
+        if mask is not None and mask.is_floating_point():
+            mask = cast(mask)
+        return Inputs(cast(self.query), cast(self.key), cast(self.value), pre, post, mask)
+
+
+def make_inputs(
+    B: int = 1,
+    N: int = 4,
+    T: int = 33,
+    D: int = 16,
+    *,
+    S: int | None = None,
+    K: int | None = None,
+    R: int = 2,
+    G: int = 1,
+    parts: str = "bqk",
+    sides: str = "pre post",
+    mask: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Inputs:
+    """Random inputs whose composition changes the result by about as much as the attention itself.
+
+    Args:
+        parts: which of base (b), query-wise (q) and key-wise (k) mixing there is.
+        sides: which of "pre" and "post" there are.
+        mask: "bool", "bool padding" ([B,1,1,S]), "float", "float heads" ([1,N,T,S]) or `None`.
+    """
+    S, K = T if S is None else S, N if K is None else K
+
+    def draw(*shape: int, std: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, dtype=torch.float64) * std).to(device, dtype).requires_grad_()
+
+    def composition(side: str) -> Composition | None:
+        if side not in sides.split():
+            return None
+        n = N // G
+        return Composition(
+            draw(G, n, n, std=0.5 / n**0.5) if "b" in parts else None,
+            draw(B, T, 2 * R + 1, N, std=0.6 / n**0.25) if "q" in parts else None,
+            draw(B, S, 2 * R + 1, N, std=0.6 / n**0.25) if "k" in parts else None,
+            G,
+        )
+
+    masks = {
+        None: lambda: None,
+        "bool": lambda: torch.rand(T, S, device=device) > 0.3,
+        "bool padding": lambda: torch.rand(B, 1, 1, S, device=device) > 0.3,
+        "float": lambda: draw(T, S),
+        "float heads": lambda: draw(1, N, T, S),
+    }
+    q, k, v = draw(B, N, T, D), draw(B, K, S, D), draw(B, K, S, D)
+    return Inputs(q, k, v, composition("pre"), composition("post"), masks[mask]())
+
+
+def assert_within_budget(actual: Tensor, eager: Tensor, exact: Tensor, factor: float, what: str = "output") -> None:
+    """Checks that `actual` is at most `factor` times as far from `exact` as `eager` is, in largest and mean square error.
+
+    One rounding of the result to its own dtype is granted on top, since the eager error may be zero by luck.
+
+    Args:
+        actual: what is tested.
+        eager: the reference in the same dtype.
+        exact: the reference in float64.
+        factor: 2 forward, 3 backward.
+
+    Raises:
+        AssertionError: with the errors; also when anything is NaN or infinite.
+    """
+    assert actual.shape == exact.shape, f"{what} has shape {tuple(actual.shape)} instead of {tuple(exact.shape)}"
+    assert bool(actual.isfinite().all()), f"{what} is not finite"
+    if exact.numel() == 0:
+        return
+    rounding = torch.finfo(actual.dtype).eps
+    error, eager_error = ((t.detach().double() - exact.detach()).abs() for t in (actual, eager))
+    for name, measure in (("largest", torch.max), ("mean square", lambda e: e.square().mean().sqrt())):
+        got, allowed = (
+            float(measure(error)),
+            factor * float(measure(eager_error)) + rounding * float(measure(exact.detach().abs())),
+        )
+        assert got <= allowed, f"{what}: {name} error {got:.3g} exceeds {allowed:.3g} (eager {float(measure(eager_error)):.3g})"
