@@ -9,25 +9,15 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
-from torch.utils.data import Sampler
-from transformers import (
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    PrinterCallback,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, TrainingArguments, set_seed
 from transformers.utils import logging
 
 from dcformer.training.data import PreparedData
+from dcformer.training.exact_trainer import ExactTrainer, collate, rows_per_step, weight_bytes
 from dcformer.training.files import explained_disk_errors
 from dcformer.training.metrics import MetricsCallback, read_metrics
 from dcformer.training.progress import ProgressDisplay
@@ -153,15 +143,15 @@ def _run(
     set_seed(settings.seed)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     use_cache = model.config.use_cache
-    tokens_per_step = _rows_per_step(args) * len(data.train[0]["input_ids"])
+    tokens_per_step = rows_per_step(args) * len(data.train[0]["input_ids"])
     metrics = MetricsCallback(folder.metrics, tokens_per_step, data.bytes_per_token, display.show)
     eval_rows = min(settings.eval_rows or len(data.validation), len(data.validation))
-    trainer = _Trainer(
+    trainer = ExactTrainer(
         folder,
-        settings,
+        settings.keep_checkpoints,
         model=model,
         args=args,
-        data_collator=_collate,
+        data_collator=collate,
         train_dataset=data.train.with_format("torch"),
         eval_dataset=data.validation.select(range(eval_rows)).with_format("torch"),
         processing_class=data.tokenizer,
@@ -182,90 +172,8 @@ def _run(
             "seconds": seconds,
         }
         model.config.use_cache = use_cache
-        with explained_disk_errors("the trained model", folder.path, _bytes(model)):
+        with explained_disk_errors("the trained model", folder.path, weight_bytes(model)):
             folder.finish(model, data.tokenizer, result)
-
-
-class _Trainer(Trainer):
-    """The Trainer with checkpoints that are complete or not there, and rows in an order of our own."""
-
-    def __init__(self, folder: RunFolder, settings: TrainSettings, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.folder, self.settings, self.rows = folder, settings, len(kwargs["train_dataset"])
-        self.remove_callback(PrinterCallback)
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        total = self.settings.steps * _rows_per_step(self.args)
-        return _RunOrder(self.rows, total, self.settings.seed)
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Matrices (embeddings among them) decay; biases, norms and other vectors do not."""
-        return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """To the callbacks only: the Trainer's history, which every checkpoint repeats, would grow with the run."""
-        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self.folder.partial)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        step = self.state.global_step
-        needed = 3 * _bytes(model)  # AdamW keeps two numbers for each weight
-        try:
-            with explained_disk_errors(f"the checkpoint of step {step}", self.folder.path, needed):
-                super()._save_checkpoint(model, trial)
-                self.accelerator.wait_for_everyone()
-                if self.args.should_save:
-                    self.folder.publish_checkpoint(step, self.settings.keep_checkpoints)
-                self.accelerator.wait_for_everyone()
-        finally:
-            if self.args.should_save:
-                self.folder.clean()
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            Path(output_dir or self._get_output_dir(None), "training_args.bin").unlink()  # a pickle; run.json has the settings
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # The Trainer's own loading knows no renamed weights and passes over missing ones.
-        assert isinstance(self.model, PreTrainedModel)
-        loaded = type(self.model).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
-        self.model.load_state_dict(loaded.state_dict())
-
-
-class _RunOrder(Sampler[int]):
-    """The rows of the whole run: one permutation after another, drawn from the seed alone.
-
-    To the Trainer the run is one epoch. So every batch is full, no model's random numbers change the order, and a resumed run
-    skips what it has seen.
-    """
-
-    def __init__(self, rows: int, total: int, seed: int):
-        self.rows, self.total, self.seed = rows, total, seed
-
-    def __len__(self) -> int:
-        return self.total
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed)
-        for start in range(0, self.total, self.rows):
-            yield from torch.randperm(self.rows, generator=generator)[: self.total - start].tolist()
-
-
-def _collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Rows to a batch [B, T]; the model shifts labels by itself."""
-    ids = torch.stack([row["input_ids"] for row in rows])
-    return {"input_ids": ids, "labels": ids}
-
-
-def _rows_per_step(args: TrainingArguments) -> int:
-    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-
-
-def _bytes(model: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def _arguments(settings: TrainSettings) -> TrainingArguments:
