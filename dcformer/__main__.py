@@ -1,0 +1,27 @@
+"""Entry point of the command line, `dcformer` or `python -m dcformer`. Names the extra to install where one is missing."""
+
+from __future__ import annotations
+
+import sys
+
+_EXTRA = {"accelerate", "datasets", "matplotlib", "rich", "tokenizers", "transformers", "typer"}
+
+
+def main() -> None:
+    """Runs the command line on `sys.argv`.
+
+    Raises:
+        SystemExit: always; 0 when all went well, 1 for an error, 2 for wrong usage.
+    """
+    try:
+        from dcformer.cli import run
+
+        run()
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _EXTRA:
+            raise
+        sys.exit(f"dcformer: the command line needs {error.name}: pip install 'dcformer[train]'")
+
+
+if __name__ == "__main__":
+    main()

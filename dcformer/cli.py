@@ -1,0 +1,357 @@
+"""The command line. Heavy imports wait until a command runs, so that `dcformer --help` is quick.
+
+What a user did wrong ends in one line on stderr, with exit code 2 for wrong usage and 1 for the rest. Other errors keep their
+traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dcformer.models.dcformer import DCFormerConfig
+    from dcformer.training import TrainSettings
+
+app = typer.Typer(
+    help="Transformers whose attention heads are dynamically composed (DCFormer, arXiv 2405.08553).",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+# The base of all usage errors, which typer does not name: it has its own copy of click's classes, or click's, by version.
+UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
+
+# Options that several commands share. Each fills the field of DataSettings or TrainSettings that its parameter is named after;
+# None leaves the field's default, or the preset's value.
+Out = Annotated[Path, typer.Option(help="Folder for the results. The same command again goes on where it was stopped.")]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Text file, folder, glob, JSONL, Parquet or hub data set; may be repeated.",
+        show_default="the source of Python's standard library",
+        rich_help_panel="Data",
+    ),
+]
+TextField = Annotated[
+    str | None, typer.Option(help="Column of JSONL, Parquet and hub data sets.", show_default="text", rich_help_panel="Data")
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(help="tokenizer.json, folder or hub name.", show_default="train a byte-level BPE", rich_help_panel="Data"),
+]
+VocabSize = Annotated[
+    int | None, typer.Option(help="Entries of the tokenizer to train.", show_default="4096", rich_help_panel="Data")
+]
+BlockSize = Annotated[int | None, typer.Option(min=2, help="Tokens a row.", show_default="256", rich_help_panel="Data")]
+Size = Annotated[
+    str | None,
+    typer.Option(
+        help="1M, 3M, 10M, 25M, or the paper's 405M, 834M, 1.4B, 2.8B, 6.9B.", show_default="3M", rich_help_panel="Model"
+    ),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(help="JSON file with arguments of DCFormerConfig, in place of --size.", rich_help_panel="Model"),
+]
+Steps = Annotated[int | None, typer.Option(min=1, help="Updates of the weights.", rich_help_panel="Training")]
+Tokens = Annotated[int | None, typer.Option(min=1, help="Tokens to train on, in place of --steps.", rich_help_panel="Training")]
+BatchSize = Annotated[
+    int | None, typer.Option(min=1, help="Rows a micro batch.", show_default="16", rich_help_panel="Training")
+]
+Accumulation = Annotated[
+    int | None,
+    typer.Option("--gradient-accumulation", min=1, help="Micro batches a step.", show_default="1", rich_help_panel="Training"),
+]
+LearningRate = Annotated[
+    float | None,
+    typer.Option("--learning-rate", "--lr", help="The peak.", show_default="1e-3", rich_help_panel="Training"),
+]
+WarmupSteps = Annotated[
+    int | None, typer.Option(help="Steps of linear warm-up.", show_default="a tenth", rich_help_panel="Training")
+]
+Seed = Annotated[
+    int | None, typer.Option(help="Of weights and order of the data.", show_default="0", rich_help_panel="Training")
+]
+Bf16 = Annotated[
+    bool | None,
+    typer.Option(
+        "--bf16/--no-bf16", help="Autocast to bfloat16.", show_default="on a GPU that has it", rich_help_panel="Training"
+    ),
+]
+Checkpointing = Annotated[
+    bool | None,
+    typer.Option("--gradient-checkpointing", help="Recompute activations: less memory.", rich_help_panel="Training"),
+]
+Compile = Annotated[bool | None, typer.Option("--compile", help="torch.compile.", rich_help_panel="Training")]
+EvalEvery = Annotated[
+    int | None,
+    typer.Option(min=1, help="Steps between evaluations and checkpoints.", show_default="a tenth", rich_help_panel="Training"),
+]
+EvalRows = Annotated[
+    int | None,
+    typer.Option(min=1, help="Validation rows to evaluate on.", show_default="all", rich_help_panel="Training"),
+]
+
+
+@app.callback()
+def _app() -> None:
+    pass
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    out: Out,
+    data: Data = None,
+    text_field: TextField = None,
+    tokenizer: Tokenizer = None,
+    vocab_size: VocabSize = None,
+    block_size: BlockSize = None,
+    size: Size = None,
+    config: Config = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Plain attention: the Transformer++ baseline.", rich_help_panel="Model")
+    ] = False,
+    steps: Steps = None,
+    tokens: Tokens = None,
+    batch_size: BatchSize = None,
+    gradient_accumulation: Accumulation = None,
+    learning_rate: LearningRate = None,
+    warmup_steps: WarmupSteps = None,
+    seed: Seed = None,
+    bf16: Bf16 = None,
+    gradient_checkpointing: Checkpointing = None,
+    compile: Compile = None,
+    eval_every: EvalEvery = None,
+    eval_rows: EvalRows = None,
+) -> None:
+    """Train a language model."""
+    from dcformer import training
+    from dcformer.studies.compare import with_vocabulary
+
+    given = _given(context)
+    data_settings = training.DataSettings(**_fields_of(training.DataSettings, given))
+    settings = _train_settings({}, given, data_settings.block_size)
+    model_config = _model_config(size, config, data_settings.block_size)
+    if plain:
+        model_config.compose = None
+    prepared = training.prepare_data(data_settings)
+    result = training.train(
+        with_vocabulary(model_config, prepared.tokenizer), prepared, settings, console=_console(stderr=True)
+    )
+    last = result.evaluations[-1]
+    typer.echo(f"{out}: {result.parameters:,} parameters, {result.steps} steps, {result.tokens_per_second:,.0f} tokens/s")
+    typer.echo(
+        f"validation loss {last['loss']:.4f}, perplexity {last['perplexity']:.2f}, bits per byte {last['bits_per_byte']:.4f}"
+    )
+
+
+@app.command()
+def compare(
+    context: typer.Context,
+    out: Out,
+    preset: Annotated[
+        Literal["demo"] | None, typer.Option(help="Settings to start from; other options still win.", show_default=False)
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds to train each model with.")] = 1,
+    equal: Annotated[
+        Literal["parameters", "shape"],
+        typer.Option(help="Widen the Transformer's MLP to as many parameters, or leave it in the same shape."),
+    ] = "parameters",
+    data: Data = None,
+    text_field: TextField = None,
+    tokenizer: Tokenizer = None,
+    vocab_size: VocabSize = None,
+    block_size: BlockSize = None,
+    size: Size = None,
+    config: Config = None,
+    steps: Steps = None,
+    tokens: Tokens = None,
+    batch_size: BatchSize = None,
+    gradient_accumulation: Accumulation = None,
+    learning_rate: LearningRate = None,
+    warmup_steps: WarmupSteps = None,
+    seed: Seed = None,
+    bf16: Bf16 = None,
+    gradient_checkpointing: Checkpointing = None,
+    compile: Compile = None,
+    eval_every: EvalEvery = None,
+    eval_rows: EvalRows = None,
+) -> None:
+    """Train a DCFormer and the same-size Transformer on equal data, and say which learns better."""
+    from dcformer.models.dcformer import DCFormerConfig
+    from dcformer.studies.compare import PRESETS, Preset
+    from dcformer.studies.compare import compare as run_comparison
+    from dcformer.studies.report import table
+    from dcformer.training import DataSettings
+
+    given = _given(context)
+    chosen = PRESETS[preset] if preset else Preset(model={})
+    data_settings = replace(chosen.data, **_fields_of(DataSettings, given))
+    settings = _train_settings(chosen.train, given, data_settings.block_size)
+    if preset and not size and not config:
+        model_config = DCFormerConfig(max_position_embeddings=data_settings.block_size, **chosen.model)
+    else:
+        model_config = _model_config(size, config, data_settings.block_size)
+    report = run_comparison(model_config, data_settings, settings, seeds=seeds, equal=equal, console=_console(stderr=True))
+    console = _console()
+    console.print(table(report))
+    console.print(report["verdict"], highlight=False)
+    console.print(f"Curves and numbers: {out / 'curves.png'}, {out / 'compare.json'}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a trained model.", show_default=False)],
+    prompt: Annotated[str, typer.Option(help='What to go on from; "-" reads it from standard input.')] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 200,
+    temperature: Annotated[float, typer.Option(help="Below 1 is safer, above 1 wilder.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among the k likeliest tokens; 0: among all.")] = 50,
+    top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens that together have this probability.")] = 1.0,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token; no chance.")] = False,
+    seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the text to this file too.", show_default=False)] = None,
+) -> None:
+    """Let a trained model write."""
+    if not temperature > 0:
+        raise typer.BadParameter(
+            f"{temperature} must be above 0; --greedy takes the likeliest token", param_hint="--temperature"
+        )
+    if not 0 < top_p <= 1:
+        raise typer.BadParameter(f"{top_p} must be above 0 and at most 1", param_hint="--top-p")
+    import torch
+    from transformers import TextStreamer, set_seed
+
+    model, tokenizer = _load(checkpoint)
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    # Training documents end with this token, so that a text begins after it.
+    ids = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
+    if seed is not None:
+        set_seed(seed)
+    sampling: dict[str, Any] = {} if greedy else {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    tokens = model.generate(
+        torch.tensor([ids], device=model.device),
+        max_new_tokens=max_new_tokens,
+        do_sample=not greedy,
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+        pad_token_id=tokenizer.eos_token_id,
+        **sampling,
+    )
+    if out is not None:
+        text = tokenizer.decode(tokens[0], skip_special_tokens=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text + "\n", encoding="utf-8")
+
+
+def run(arguments: list[str] | None = None) -> None:
+    """Runs the command line.
+
+    Args:
+        arguments: without the program's name; those of the process by default.
+
+    Raises:
+        SystemExit: always; 0 when all went well, 1 for an error, 2 for wrong usage.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(arguments or ["--help"], prog_name="dcformer", standalone_mode=False)
+    except UsageError as error:
+        code = _complain(error.format_message(), 2)
+    except (OSError, ValueError, FloatingPointError) as error:
+        if not isinstance(error, OSError) and not _raised_by_us(error):
+            raise
+        code = _complain(str(error), 1)
+    sys.exit(code)
+
+
+def _complain(message: str, code: int) -> int:
+    print("dcformer: " + " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    """Whether the error is one that this package raised about its input, not an accident in a library below it."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith("dcformer.")
+
+
+def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+def _given(context: typer.Context) -> dict[str, Any]:
+    """The options that the user gave."""
+    given = {name: value for name, value in context.params.items() if value is not None}
+    return given | {"data": tuple(given["data"])} if "data" in given else given
+
+
+def _fields_of(settings: type, given: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(settings)}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _train_settings(preset: dict[str, Any], given: dict[str, Any], block_size: int) -> TrainSettings:
+    from dcformer.training import TrainSettings
+
+    if "steps" in given and "tokens" in given:
+        raise typer.BadParameter("give one of them, not both", param_hint="--steps / --tokens")
+    if not {"steps", "tokens"} & (preset.keys() | given.keys()):
+        raise typer.BadParameter("say how long to train", param_hint="--steps / --tokens")
+    options = preset | _fields_of(TrainSettings, given)
+    if "tokens" in given:
+        rows = options.get("batch_size", TrainSettings.batch_size)
+        rows *= options.get("gradient_accumulation", TrainSettings.gradient_accumulation)
+        options["steps"] = math.ceil(given["tokens"] / (rows * block_size))
+    return TrainSettings(**options | {"out": str(given["out"])})
+
+
+def _model_config(size: str | None, file: Path | None, block_size: int) -> DCFormerConfig:
+    from huggingface_hub.errors import StrictDataclassError
+
+    from dcformer.models.dcformer import DCFormerConfig
+
+    if file is None:
+        return DCFormerConfig.from_size(size or "3M", max_position_embeddings=block_size)
+    if size is not None:
+        raise typer.BadParameter("give one of them, not both", param_hint="--size / --config")
+    try:
+        return DCFormerConfig(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"{file} is no configuration of a DCFormer: {error}") from error
+
+
+def _load(checkpoint: Path) -> tuple[Any, Any]:
+    """The model and its tokenizer; untyped, as transformers' annotations do not say what a language model can do."""
+    import torch
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    if not (checkpoint / "config.json").is_file():
+        raise ValueError(f"{checkpoint} is no checkpoint: there is no {checkpoint / 'config.json'}")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", output_loading_info=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        raise ValueError(f"checkpoint {checkpoint} cannot be loaded: {error}") from error
+    model, found = loaded
+    if found["missing_keys"]:
+        raise ValueError(f"checkpoint {checkpoint} lacks weights: {', '.join(sorted(found['missing_keys']))}")
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer

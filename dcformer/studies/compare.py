@@ -1,0 +1,195 @@
+"""Trains a DCFormer and the same-size Transformer++ on equal data, and writes how they compare."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from transformers import PreTrainedTokenizerFast
+
+from dcformer.models.counts import count_flops, count_parameters
+from dcformer.models.dcformer import DCFormerConfig
+from dcformer.studies.plot import plot_curves
+from dcformer.studies.provenance import provenance
+from dcformer.studies.report import NAMES, Run, summarize
+from dcformer.training import DataSettings, PreparedData, TrainSettings, prepare_data, train
+from dcformer.training.files import explained_disk_errors, write_json
+from dcformer.training.metrics import read_metrics
+
+Equal = Literal["parameters", "shape"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Settings that belong together.
+
+    Attributes:
+        model: arguments of `DCFormerConfig`.
+        data: the text.
+        train: arguments of `TrainSettings`.
+    """
+
+    model: dict[str, Any]
+    data: DataSettings = field(default_factory=DataSettings)
+    train: dict[str, Any] = field(default_factory=dict)
+
+
+PRESETS = {
+    # Both models in under 10 minutes on 2 cores. Learning rate: the best of the same few for each model.
+    "demo": Preset(
+        model={
+            "hidden_size": 192,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "tie_word_embeddings": True,
+        },
+        data=DataSettings(vocab_size=2048, block_size=256),
+        train={"steps": 100, "batch_size": 16, "learning_rate": 3e-3, "eval_every": 10, "eval_rows": 128},
+    )
+}
+
+
+def compare(
+    config: DCFormerConfig,
+    data: DataSettings,
+    settings: TrainSettings,
+    *,
+    seeds: int = 1,
+    equal: Equal = "parameters",
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Trains both models with every seed, and writes the report after each run.
+
+    Data, its order, learning rate and all other settings are the same for both. A comparison that was stopped goes on where it
+    was; finished runs are not run again, and more seeds may be added. A run that diverges is listed with its reason.
+
+    `settings.out` then holds compare.json, curves.png, curves.svg and a folder for each run: `dcformer` and `transformer` for
+    the first seed, `dcformer-seed1`, `transformer-seed1`, ... for the others.
+
+    Args:
+        config: the DCFormer. Its `vocab_size` is replaced by that of the data's tokenizer.
+        data: what to train on.
+        settings: how; `seed` is the first seed.
+        seeds: how many seeds.
+        equal: "parameters" widens the Transformer's MLP until it has as many; "shape" leaves it as the DCFormer's.
+        console: where progress is shown; None: nowhere.
+
+    Returns:
+        What compare.json holds: `format`, `complete`, `settings`, `data`, `provenance` of the writing process, `models`
+        (parameters, training FLOPs a token, configuration), `runs` and what `dcformer.studies.report.summarize` finds.
+
+    Raises:
+        ValueError: `seeds`, `equal` or another setting is out of range, or `settings.out` holds something else.
+        OSError: something could not be written.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds={seeds} must be at least 1")
+    if config.compose is None:
+        raise ValueError("config.compose=None is a plain Transformer already; give a DCFormer, the baseline is made from it")
+    prepared = prepare_data(data)
+    config = with_vocabulary(config, prepared.tokenizer)
+    configs = {"dcformer": config, "transformer": baseline(config, equal)}
+    models = {model: _describe(configs[model], data.block_size) for model in NAMES}
+    out, here = Path(settings.out), provenance()
+    earlier = _earlier_runs(out / "compare.json")
+    report: dict[str, Any] = {
+        "format": 1,
+        "complete": False,
+        "settings": {"seeds": seeds, "equal": equal, "data": asdict(data), "train": _without(asdict(settings), "out")},
+        "data": _without(prepared.summary, "cached"),
+        "provenance": here,
+        "models": models,
+        "runs": [],
+    }
+    for seed, model in product(range(seeds), NAMES):
+        folder = model if seed == 0 else f"{model}-seed{seed}"
+        run_settings = replace(settings, out=str(out / folder), seed=settings.seed + seed)
+        run = _run(configs[model], prepared, run_settings, console)
+        report["runs"].append({"model": model, "folder": folder, "provenance": earlier.get(folder, here)} | run)
+        report["complete"] = len(report["runs"]) == seeds * len(NAMES)
+        report |= summarize(report["runs"], {name: models[name]["flops_per_token"] for name in NAMES})
+        with explained_disk_errors("the comparison", out):
+            write_json(out / "compare.json", report)
+    with explained_disk_errors("the plot", out):
+        plot_curves(report, out)
+    return report
+
+
+def baseline(config: DCFormerConfig, equal: Equal = "parameters") -> DCFormerConfig:
+    """The plain Transformer++ to compare a DCFormer with.
+
+    Args:
+        config: the DCFormer.
+        equal: "parameters": the MLP is widened to the nearest number of parameters, at most half a unit of width away; "shape":
+            all sizes stay.
+
+    Raises:
+        ValueError: `equal` is neither.
+    """
+    if equal not in ("parameters", "shape"):
+        raise ValueError(f'equal={equal!r} is unknown; choose "parameters" or "shape"')
+    plain = copy.deepcopy(config)
+    plain.compose = None
+    if equal == "parameters":
+        missing = count_parameters(config).total - count_parameters(plain).total
+        wider = copy.deepcopy(plain)
+        wider.intermediate_size += 1
+        plain.intermediate_size += round(missing / (count_parameters(wider).total - count_parameters(plain).total))
+    return plain
+
+
+def with_vocabulary(config: DCFormerConfig, tokenizer: PreTrainedTokenizerFast) -> DCFormerConfig:
+    """The configuration with the tokenizer's vocabulary size."""
+    config = copy.deepcopy(config)
+    config.vocab_size = len(tokenizer)
+    return config
+
+
+def _describe(config: DCFormerConfig, length: int) -> dict[str, Any]:
+    return {
+        "parameters": count_parameters(config).total,
+        "flops_per_token": 3 * count_flops(config, length).total,  # forward, and twice as much backward
+        "config": config.to_dict(),
+    }
+
+
+def _run(config: DCFormerConfig, data: PreparedData, settings: TrainSettings, console: Console | None) -> Run:
+    try:
+        result = train(config, data, settings, console=console)
+    except FloatingPointError as error:
+        lines = read_metrics(Path(settings.out, "metrics.jsonl"))
+        seconds, tokens = (lines[-1]["seconds"], lines[-1]["tokens"]) if lines else (0.0, 0)
+        return {
+            "seed": settings.seed,
+            "error": str(error),
+            "evaluations": [_without(line, "split") for line in lines if line["split"] == "validation"],
+            "tokens_per_second": tokens / seconds if seconds else None,
+            "seconds": seconds,
+        }
+    return {
+        "seed": settings.seed,
+        "error": None,
+        "evaluations": result.evaluations,
+        "tokens_per_second": result.tokens_per_second,
+        "seconds": result.seconds,
+    }
+
+
+def _without(record: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key != name}
+
+
+def _earlier_runs(path: Path) -> dict[str, Any]:
+    """Where the runs of an unfinished or smaller comparison were made, by folder: this process may be on another machine."""
+    if not path.exists():
+        return {}
+    try:
+        return {run["folder"]: run["provenance"] for run in json.loads(path.read_text())["runs"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no report of a comparison; choose another folder") from error

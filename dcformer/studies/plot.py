@@ -1,0 +1,66 @@
+"""Draws the validation curves of a comparison."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dcformer.studies.report import NAMES
+
+_COLOURS = {"dcformer": "#d1495b", "transformer": "#30638e"}
+_SKIP = 0.15  # share of the training, at the beginning, that may leave the picture at the top: its fall would flatten the rest
+
+
+def plot_curves(report: dict[str, Any], folder: Path) -> list[Path]:
+    """Draws validation loss against tokens and against training FLOPs, every seed a line.
+
+    Args:
+        report: what `dcformer.studies.compare.compare` returns.
+        folder: where curves.png and curves.svg go.
+
+    Returns:
+        The two files.
+    """
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    by_tokens, by_flops = figure.subplots(1, 2, sharey=True)
+    for axes, unit, label in ((by_tokens, 1e-6, "training tokens (millions)"), (by_flops, 1e-12, "training compute (TFLOP)")):
+        for model in NAMES:
+            per_token = report["models"][model]["flops_per_token"] if axes is by_flops else 1
+            _draw(axes, report, model, per_token * unit)
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    by_tokens.set_ylabel("validation loss (nats per token)")
+    by_tokens.legend(frameon=False)
+    _crop(by_tokens, report)
+    paths = [folder / f"curves.{kind}" for kind in ("png", "svg")]
+    for path in paths:
+        part = path.with_name(path.name + ".part")
+        figure.savefig(part, format=path.suffix[1:], dpi=150)
+        os.replace(part, path)
+    return paths
+
+
+def _draw(axes: Axes, report: dict[str, Any], model: str, per_token: float) -> None:
+    label = f"{NAMES[model]}, {report['models'][model]['parameters'] / 1e6:.2f} M parameters"
+    final = report["final_loss"][model]["mean"]
+    if final is not None:
+        label += f": {final:.3f}"
+    for run in report["runs"]:
+        if run["model"] == model:
+            x = [e["tokens"] * per_token for e in run["evaluations"]]
+            y = [e["loss"] for e in run["evaluations"]]
+            axes.plot(x, y, color=_COLOURS[model], linewidth=1.5, marker=".", markersize=5, label=label)
+            label = "_"  # later seeds stay out of the legend
+
+
+def _crop(axes: Axes, report: dict[str, Any]) -> None:
+    curves = [run["evaluations"] for run in report["runs"] if run["error"] is None]
+    late = [e["loss"] for curve in curves for e in curve if e["step"] >= _SKIP * curve[-1]["step"]]
+    if late:
+        margin = 0.05 * (max(late) - min(late)) or 0.1
+        axes.set_ylim(min(late) - margin, max(late) + margin)
