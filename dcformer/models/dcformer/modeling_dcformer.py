@@ -26,7 +26,6 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.import_utils import is_torchdynamo_compiling
 from transformers.utils.output_capturing import capture_outputs
 
 from dcformer.models.attention import COMPOSED_ATTENTION_FUNCTIONS, pack, unpack
@@ -86,6 +85,8 @@ class DCFormerAttention(nn.Module):
         if self.compose is None:
             if cache is not None:
                 key, value = cache.update(key, value, self.layer_idx)
+                if attention_mask is not None:  # a growing cache with a window of 1 gives back more keys than the mask is for
+                    key, value = (states[:, :, -attention_mask.shape[-1] :] for states in (key, value))
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         else:
             pre, post = self.compose(hidden)
@@ -203,6 +204,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
         """
         if isinstance(attention_mask, dict):
             return attention_mask, False
+        if attention_mask is not None:
+            attention_mask = attention_mask.to(hidden.device)
         finished = attention_mask is not None and attention_mask.dim() == 4
         grows = cache is None or (isinstance(cache, Cache) and not any(isinstance(c, StaticLayer) for c in cache.layers))
         if self.config.compose is not None and grows and not finished:
@@ -219,7 +222,7 @@ def _hidden_besides(attention_mask: Tensor | None, position_ids: Tensor | None, 
     if attention_mask is not None:
         padding = attention_mask.bool()
         # Reading the mask would break a compiled graph.
-        return None if not is_torchdynamo_compiling() and padding.all() else padding[:, None, None, :]
+        return None if not torch.compiler.is_compiling() and padding.all() else padding[:, None, None, :]
     if position_ids is None or cache is not None:
         return None
     document = find_packed_sequence_indices(position_ids)  # [B, T], or None if every row is one document
