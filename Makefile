@@ -24,7 +24,7 @@ setup: .venv/ready ## make .venv with everything in it (the other targets do thi
 
 demo: .venv/ready ## train a DCFormer beside the same-size Transformer on real text, compare, let it write
 	$(RUN)dcformer compare --out results/demo --preset demo
-	$(RUN)dcformer generate results/demo/dcformer --prompt "def main(" --max-new-tokens 120
+	$(RUN)dcformer generate results/demo/dcformer --prompt "def main(" --max-new-tokens 120 --seed 0 --out results/demo/sample.txt
 
 test: .venv/ready ## run all tests
 	$(RUN)python -m pytest

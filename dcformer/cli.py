@@ -248,9 +248,10 @@ def generate(
         **sampling,
     )
     if out is not None:
-        text = tokenizer.decode(tokens[0], skip_special_tokens=True)
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text + "\n", encoding="utf-8")
+        part = out.with_name(f".{out.name}.part")
+        part.write_text(tokenizer.decode(tokens[0], skip_special_tokens=True) + "\n", encoding="utf-8")
+        part.replace(out)
 
 
 def run(arguments: list[str] | None = None) -> None:

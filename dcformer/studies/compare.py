@@ -97,7 +97,7 @@ def compare(
     configs = {"dcformer": config, "transformer": baseline(config, equal)}
     models = {model: _describe(configs[model], data.block_size) for model in NAMES}
     out, here = Path(settings.out), provenance()
-    earlier = _earlier_runs(out / "compare.json")
+    earlier = _earlier_runs(out)
     report: dict[str, Any] = {
         "format": 1,
         "complete": False,
@@ -185,11 +185,13 @@ def _without(record: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key != name}
 
 
-def _earlier_runs(path: Path) -> dict[str, Any]:
-    """Where the runs of an unfinished or smaller comparison were made, by folder: this process may be on another machine."""
+def _earlier_runs(out: Path) -> dict[str, Any]:
+    """Where the runs that are finished already were made, by folder: this process may be on another machine."""
+    path = out / "compare.json"
     if not path.exists():
         return {}
     try:
-        return {run["folder"]: run["provenance"] for run in json.loads(path.read_text())["runs"]}
+        runs = json.loads(path.read_text())["runs"]
+        return {run["folder"]: run["provenance"] for run in runs if (out / run["folder"] / "result.json").exists()}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no report of a comparison; choose another folder") from error
+        raise ValueError(f"{path} is no report of a comparison; another folder would do") from error

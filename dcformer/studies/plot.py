@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from dcformer.studies.report import NAMES
 
@@ -27,11 +28,11 @@ def plot_curves(report: dict[str, Any], folder: Path) -> list[Path]:
     """
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     by_tokens, by_flops = figure.subplots(1, 2, sharey=True)
-    for axes, unit, label in ((by_tokens, 1e-6, "training tokens (millions)"), (by_flops, 1e-12, "training compute (TFLOP)")):
+    for axes, unit in ((by_tokens, "tokens"), (by_flops, "FLOPs")):
         for model in NAMES:
-            per_token = report["models"][model]["flops_per_token"] if axes is by_flops else 1
-            _draw(axes, report, model, per_token * unit)
-        axes.set_xlabel(label)
+            _draw(axes, report, model, report["models"][model]["flops_per_token"] if unit == "FLOPs" else 1)
+        axes.set_xlabel(f"training {unit}")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     by_tokens.set_ylabel("validation loss (nats per token)")
@@ -49,7 +50,7 @@ def _draw(axes: Axes, report: dict[str, Any], model: str, per_token: float) -> N
     label = f"{NAMES[model]}, {report['models'][model]['parameters'] / 1e6:.2f} M parameters"
     final = report["final_loss"][model]["mean"]
     if final is not None:
-        label += f": {final:.3f}"
+        label += f", ends at {final:.3f}"
     for run in report["runs"]:
         if run["model"] == model:
             x = [e["tokens"] * per_token for e in run["evaluations"]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 Run = dict[str, Any]
@@ -79,13 +80,19 @@ def summarize(runs: list[Run], flops_per_token: dict[str, float]) -> dict[str, A
 
 
 def table(report: dict[str, Any]) -> Table:
-    """A row a run of the report that `dcformer.studies.compare.compare` returns."""
-    shown = Table("run", "seed", "parameters", "MFLOP a token", "tokens/s", "validation loss", "perplexity", "bits per byte")
+    """Validation at the end of training, a row a run, of the report that `dcformer.studies.compare.compare` returns."""
+    titles = ("model", "seed", "parameters", "MFLOP/token", "tokens/s", "loss", "perplexity", "bits/byte")
+    shown = Table(*titles, box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     for column in shown.columns[1:]:
         column.justify = "right"
     for run in report["runs"]:
         model, speed = report["models"][run["model"]], run["tokens_per_second"]
-        cells = [NAMES[run["model"]], str(run["seed"]), f"{model['parameters']:,}", f"{model['flops_per_token'] / 1e6:.2f}"]
+        cells = [
+            NAMES[run["model"]],
+            str(run["seed"]),
+            f"{model['parameters'] / 1e6:,.2f} M",
+            f"{model['flops_per_token'] / 1e6:.2f}",
+        ]
         cells.append(f"{speed:,.0f}" if speed else "")
         if run["error"] is None:
             last = run["evaluations"][-1]
