@@ -176,9 +176,9 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        masks, aligned = self._masks(hidden, attention_mask, position_ids, cache)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        masks, aligned = self._masks(hidden, attention_mask, position_ids, cache)
         if position_ids is None:
             past = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(hidden.shape[1], device=hidden.device) + past).unsqueeze(0)
