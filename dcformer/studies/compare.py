@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import statistics
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -83,6 +84,7 @@ def compare(
     Returns:
         What compare.json holds: `format`, `complete`, `settings`, `data`, `provenance` of the writing process, `models`
         (parameters, training FLOPs a token, configuration), `runs` and what `dcformer.studies.report.summarize` finds.
+        `tokens_per_second` is the median step's: the first may wait for a compiler.
 
     Raises:
         ValueError: `seeds`, `equal` or another setting is out of range, or `settings.out` holds something else.
@@ -101,7 +103,12 @@ def compare(
     report: dict[str, Any] = {
         "format": 1,
         "complete": False,
-        "settings": {"seeds": seeds, "equal": equal, "data": asdict(data), "train": _without(asdict(settings), "out")},
+        "settings": {
+            "seeds": seeds,
+            "equal": equal,
+            "data": asdict(data) | {"data": list(data.data)},
+            "train": _without(asdict(settings), "out"),
+        },
         "data": _without(prepared.summary, "cached"),
         "provenance": here,
         "models": models,
@@ -155,29 +162,24 @@ def _describe(config: DCFormerConfig, length: int) -> dict[str, Any]:
     return {
         "parameters": count_parameters(config).total,
         "flops_per_token": 3 * count_flops(config, length).total,  # forward, and twice as much backward
-        "config": config.to_dict(),
+        "config": config.to_diff_dict(),
     }
 
 
 def _run(config: DCFormerConfig, data: PreparedData, settings: TrainSettings, console: Console | None) -> Run:
     try:
-        result = train(config, data, settings, console=console)
-    except FloatingPointError as error:
-        lines = read_metrics(Path(settings.out, "metrics.jsonl"))
-        seconds, tokens = (lines[-1]["seconds"], lines[-1]["tokens"]) if lines else (0.0, 0)
-        return {
-            "seed": settings.seed,
-            "error": str(error),
-            "evaluations": [_without(line, "split") for line in lines if line["split"] == "validation"],
-            "tokens_per_second": tokens / seconds if seconds else None,
-            "seconds": seconds,
-        }
+        train(config, data, settings, console=console)
+        error = None
+    except FloatingPointError as diverged:
+        error = str(diverged)
+    lines = read_metrics(Path(settings.out, "metrics.jsonl"))
+    speeds = [line["tokens_per_second"] for line in lines if line["split"] == "train"]
     return {
         "seed": settings.seed,
-        "error": None,
-        "evaluations": result.evaluations,
-        "tokens_per_second": result.tokens_per_second,
-        "seconds": result.seconds,
+        "error": error,
+        "evaluations": [_without(line, "split") for line in lines if line["split"] == "validation"],
+        "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "seconds": lines[-1]["seconds"] if lines else 0.0,
     }
 
 

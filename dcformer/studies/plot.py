@@ -41,8 +41,11 @@ def plot_curves(report: dict[str, Any], folder: Path) -> list[Path]:
     paths = [folder / f"curves.{kind}" for kind in ("png", "svg")]
     for path in paths:
         part = path.with_name(path.name + ".part")
-        figure.savefig(part, format=path.suffix[1:], dpi=150)
-        os.replace(part, path)
+        try:
+            figure.savefig(part, format=path.suffix[1:], dpi=150)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
     return paths
 
 

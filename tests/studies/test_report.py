@@ -133,7 +133,7 @@ def test_no_pair_no_verdict():
 
 
 def test_the_table_has_all_runs_in_80_columns():
-    runs = pair([5.0, 3.0], [5.0, 4.0]) + [run("dcformer", [], 1, error="diverged at step 1", speed=None)]
+    runs = [*pair([5.0, 3.0], [5.0, 4.0]), run("dcformer", [], 1, error="diverged at step 1", speed=None)]
     for each in runs:
         each["evaluations"] = [e | {"perplexity": 123456.78, "bits_per_byte": 1.2345} for e in each["evaluations"]]
     models = {name: {"parameters": 6_888_123_456, "flops_per_token": 4.1e10} for name in FLOPS}
