@@ -98,11 +98,12 @@ class _Part:
     def pieces(self) -> Iterator[tuple[str, bool]]:
         """Text of limited length, and whether a document ends with it."""
         for text in self.documents():
-            while len(text) > _PIECE:
-                cut = text.rfind("\n", 0, _PIECE) + 1 or _PIECE
-                yield text[:cut], False
-                text = text[cut:]
-            yield text, True
+            start = 0
+            while len(text) - start > _PIECE:
+                stop = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
+                yield text[start:stop], False
+                start = stop
+            yield text[start:], True
 
 
 def prepare_data(settings: DataSettings) -> PreparedData:

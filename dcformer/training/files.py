@@ -16,21 +16,25 @@ _FAILED_WRITES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROF
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replaces the file in one step: a reader sees the old content or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replaces a file in one step: a reader sees the old content or the new."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, content: str) -> None:
+    """As `write_json`. A kill may leave a hidden file whose name ends in `.partial`."""
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
-        _flush(temporary)
-        os.replace(temporary, path)
+        partial.write_text(content)
+        publish(partial, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def publish(finished: Path, target: Path) -> None:
-    """Gives a finished file or folder its final name, once its content is on the disk."""
+    """Gives a finished file or folder its final name in one step, once its content is on the disk."""
     for path in [finished, *finished.rglob("*")]:
         _flush(path)
-    os.rename(finished, target)
+    os.replace(finished, target)
     _flush(target.parent)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from dcformer.training.files import explained_disk_errors
+from dcformer.training.files import explained_disk_errors, write_text
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -52,9 +52,7 @@ class MetricsCallback(TrainerCallback):
         """
         lines = [line for line in read_metrics(self.path) if line["step"] <= step]
         self.seconds = lines[-1]["seconds"] if lines else 0.0
-        shorter = self.path.with_suffix(".partial")
-        shorter.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        shorter.replace(self.path)
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
         if find_spec("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
 
@@ -124,9 +122,10 @@ class MetricsCallback(TrainerCallback):
     def _write(self, line: dict[str, Any], state: TrainerState) -> None:
         if not state.is_world_process_zero:
             return
-        with explained_disk_errors("metrics", self.path.parent), self.path.open("a") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._draw(line)
+        with explained_disk_errors("metrics", self.path.parent):
+            with self.path.open("a") as file:
+                file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._draw(line)
         self.show(line)
 
     def _draw(self, line: dict[str, Any]) -> None:

@@ -62,6 +62,8 @@ class RunFolder:
     def clean(self) -> None:
         """Removes what was left half-written."""
         shutil.rmtree(self.partial, ignore_errors=True)
+        for path in self.path.glob(".*.partial"):
+            path.unlink()
 
     @property
     def is_finished(self) -> bool:

@@ -195,6 +195,7 @@ def _arguments(settings: TrainSettings) -> TrainingArguments:
         max_grad_norm=settings.max_grad_norm,
         seed=settings.seed,
         bf16=on_gpu and torch.cuda.is_bf16_supported() if settings.bf16 is None else settings.bf16,
+        use_cpu=not torch.accelerator.is_available(),  # else the Trainer refuses bf16 on a CPU
         activation_checkpointing=settings.gradient_checkpointing,
         torch_compile=settings.compile,
         eval_strategy="steps",
@@ -204,9 +205,11 @@ def _arguments(settings: TrainSettings) -> TrainingArguments:
         logging_steps=1,
         logging_nan_inf_filter=False,
         log_level="error",
+        log_level_replica="error",
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=on_gpu,
+        ddp_find_unused_parameters=False,
     )
 
 
@@ -241,6 +244,8 @@ def _check(config: PretrainedConfig, data: PreparedData, settings: TrainSettings
         value = getattr(settings, name)
         if value is not None and not value >= 0:
             raise ValueError(f"{name}={value} must not be below 0")
+    if settings.warmup_steps is not None and settings.warmup_steps > settings.steps:
+        raise ValueError(f"warmup_steps={settings.warmup_steps} must be at most steps={settings.steps}")
     if settings.min_learning_rate_ratio > 1:
         raise ValueError(f"min_learning_rate_ratio={settings.min_learning_rate_ratio} must be at most 1")
     if config.vocab_size < len(data.tokenizer):
