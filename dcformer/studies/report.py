@@ -45,8 +45,8 @@ def spread(values: list[float]) -> dict[str, Any]:
 def summarize(runs: list[Run], flops_per_token: dict[str, float]) -> dict[str, Any]:
     """Compares the final losses, seed by seed, and asks when the better model reached the worse one's final loss.
 
-    Seeds of which one run diverged count nowhere here. The better curve is read in mid-schedule, where its learning rate has not
-    come down yet: a run planned for so many steps would end lower, so that savings are rather under- than overstated.
+    Seeds of which one run diverged count nowhere here. The better curve is read in mid-schedule, where its learning rate has
+    not come down yet: a run planned for so many steps would end lower, so that savings are rather under- than overstated.
 
     Args:
         runs: finished and diverged ones of both models.
