@@ -52,7 +52,7 @@ class RunFolder:
                     f"out={str(self.path)!r} holds another run: {'; '.join(differences)}. With the same settings it would go "
                     "on; another folder would do for a new run"
                 )
-        elif (self.path / "config.json").exists() or any(self.path.glob("checkpoint-*")):
+        elif (self.path / "config.json").exists() or self._checkpoints():
             raise ValueError(f"out={str(self.path)!r} holds a model that no run here wrote; an empty folder would do")
         self.path.mkdir(parents=True, exist_ok=True)
         self.clean()
@@ -112,7 +112,7 @@ class RunFolder:
             model.save_pretrained(staged)
             tokenizer.save_pretrained(staged)
             # Weights last: who finds them finds all that belongs to them.
-            for path in sorted(staged.iterdir(), key=lambda path: path.name.startswith("model")):
+            for path in sorted(staged.iterdir(), key=lambda path: (path.name.startswith("model"), path.name)):
                 publish(path, self.path / path.name)
         finally:
             self.clean()
@@ -126,7 +126,7 @@ class RunFolder:
         self.clean()
 
     def _checkpoints(self) -> list[Path]:
-        return sorted(self.path.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+        return sorted(self.path.glob("checkpoint-[0-9]*"), key=lambda path: int(path.name.rpartition("-")[2]))
 
     def _remove(self, checkpoint: Path) -> None:
         """By way of `partial`, so that a kill in between leaves no checkpoint that lacks files."""
@@ -136,8 +136,8 @@ class RunFolder:
 
     def _damaged(self, checkpoint: Path, path: Path, reason: str) -> ValueError:
         return ValueError(
-            f"corrupt checkpoint: {path}: {reason}. Remove {checkpoint} to go on from the checkpoint before it, or {self.path} "
-            "to start again"
+            f"corrupt checkpoint: {path}: {reason}. Remove {checkpoint} to go on from the checkpoint before it, or all of "
+            f"{self.path} to start again"
         )
 
 

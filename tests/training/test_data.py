@@ -4,6 +4,8 @@ import os
 import random
 import signal
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import pyarrow
 import pyarrow.parquet
@@ -114,7 +116,8 @@ def test_packing_again_gives_the_same_blocks(prepare, folder, tmp_path):
 def test_a_build_killed_halfway_is_never_used(prepare, folder, tmp_path, processes):
     cache = tmp_path / "cache"
     settings = DataSettings(data=(str(folder),), vocab_size=300, block_size=16, cache_dir=str(cache))
-    process = processes.Process(target=tiny_run.prepare, args=(settings, ("dcformer.training.data._pack", 2, "after")))
+    dying = partial(tiny_run.die, "dcformer.training.data._pack", 2, "after")
+    process = processes.Process(target=tiny_run.prepare, args=(settings, dying))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -126,6 +129,18 @@ def test_a_build_killed_halfway_is_never_used(prepare, folder, tmp_path, process
     assert not prepared.summary["cached"]
     assert len(prepared.train) == prepared.summary["train"]["rows"]
     assert [path.name for path in cache.iterdir()] == [prepared.summary["fingerprint"]]
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(folder, tmp_path, processes):
+    cache = tmp_path / "cache"
+    settings = DataSettings(data=(str(folder),), vocab_size=300, block_size=16, cache_dir=str(cache))
+    full = partial(tiny_run.fill_disk, "dcformer.training.data._pack", 1)
+    with (
+        ProcessPoolExecutor(1, processes) as pool,
+        pytest.raises(OSError, match=f"could not write tokenized text in {cache}: "),
+    ):
+        pool.submit(tiny_run.prepare, settings, full).result()
+    assert not list(cache.iterdir())
 
 
 def test_a_single_file_is_cut_at_the_end_of_a_line(prepare, tmp_path, texts):

@@ -1,6 +1,5 @@
 import os
 import random
-import resource
 import signal
 import socket
 import time
@@ -9,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_run import die, tiny_config, tiny_settings, train_tiny
+from tiny_run import die, fill_disk, tiny_config, tiny_settings, train_tiny
 
 from dcformer.training import train
 from dcformer.training.metrics import read_metrics
@@ -49,27 +48,36 @@ def assert_same_run(out, other):
     assert files[0] == files[1]
 
 
-# What the run does, in this order. At the start: os.replace of run.json and metrics.jsonl. At steps 2, 4, 6 and 8 a
-# checkpoint: torch.save of arguments, optimizer, schedule and random numbers, os.replace of its manifest and of itself; at 6 and 8
-# the oldest goes (os.rename). At the end: os.replace of the model's five files and of result.json; the checkpoints go.
+# When to die, and what is there then and what is not. The run replaces run.json and metrics.jsonl; at steps 2, 4, 6 and 8 it
+# saves weights, then arguments, optimizer, schedule and random numbers (torch.save), and replaces the manifest and the
+# checkpoint; at 6 and 8 the oldest checkpoint is renamed; at the end it replaces the model's five files and result.json.
 MOMENTS = {
-    "before run.json": ("os.replace", 1, "before"),
-    "weights halfway": ("transformers.modeling_utils.safe_save_file", 2, "halfway"),
-    "optimizer halfway": ("torch.save", 6, "halfway"),
-    "first checkpoint without its name": ("os.replace", 4, "before"),
-    "first checkpoint just there": ("os.replace", 4, "after"),
-    "an old checkpoint out of the way": ("os.rename", 1, "after"),
-    "last checkpoint just there": ("os.replace", 10, "after"),
-    "some files of the model in place": ("os.replace", 13, "after"),
-    "before result.json": ("os.replace", 16, "before"),
-    "finished, checkpoints still there": ("os.replace", 16, "after"),
+    "before run.json": ("os.replace", 1, "before", ".run.json.partial", "run.json"),
+    "weights halfway": (
+        "transformers.modeling_utils.safe_save_file",
+        2,
+        "halfway",
+        ".partial/checkpoint-4/model.safetensors",
+        ".partial/checkpoint-4/optimizer.pt",
+    ),
+    "optimizer halfway": ("torch.save", 6, "halfway", ".partial/checkpoint-4/optimizer.pt", "checkpoint-4"),
+    "checkpoint without its name": ("os.replace", 4, "before", ".partial/checkpoint-2/manifest.json", "checkpoint-2"),
+    "checkpoint just there": ("os.replace", 4, "after", "checkpoint-2", ".partial/checkpoint-2"),
+    "old checkpoint out of the way": ("os.rename", 1, "after", ".partial/old-checkpoint-2", "checkpoint-2"),
+    "last checkpoint just there": ("os.replace", 10, "after", "checkpoint-8", "config.json"),
+    "some files of the model in place": ("os.replace", 12, "after", "config.json", "model.safetensors"),
+    "before result.json": ("os.replace", 16, "before", "model.safetensors", "result.json"),
+    "result.json just there": ("os.replace", 16, "after", "checkpoint-8", ".result.json.partial"),
 }
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_this_moment_ends_as_if_undisturbed(moment, undisturbed, data, tmp_path, processes):
     out = tmp_path / "run"
-    assert finish(processes, out, data, partial(die, *MOMENTS[moment])) == -signal.SIGKILL
+    function, count, when, there, missing = MOMENTS[moment]
+    assert finish(processes, out, data, partial(die, function, count, when)) == -signal.SIGKILL
+    assert (out / there).exists()
+    assert not (out / missing).exists()
     assert finish(processes, out, data) == 0
     assert_same_run(out, undisturbed)
 
@@ -167,51 +175,26 @@ def test_after_removing_the_corrupt_checkpoint_it_goes_on_from_the_one_before(in
     assert_same_run(interrupted, undisturbed)
 
 
-def limit_file_size(size):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
-@pytest.mark.parametrize("full_at", ["weights", "optimizer", "metrics"])
-def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(full_at, interrupted, data, undisturbed, processes):
-    checkpoint = interrupted / "checkpoint-4"
-    sizes = {name: (checkpoint / name).stat().st_size for name in ("model.safetensors", "optimizer.pt")}
-    assert 8_000 < sizes["model.safetensors"] < sizes["optimizer.pt"]
-    limit = {"weights": 8_000, "optimizer": sizes["model.safetensors"] + 100, "metrics": 1_500}[full_at]
+@pytest.mark.parametrize(
+    ("function", "call", "what", "newest"),
+    [
+        ("transformers.modeling_utils.safe_save_file", 1, "the checkpoint of step 6", 4),
+        ("torch.save", 2, "the checkpoint of step 6", 4),
+        ("dcformer.training.metrics.MetricsCallback.on_log", 1, "metrics", 4),
+        ("dcformer.training.run_folder.RunFolder.finish", 1, "the trained model", 8),
+    ],
+)
+def test_a_full_disk_is_named_and_leaves_checkpoints(function, call, what, newest, interrupted, data, undisturbed, processes):
     with ProcessPoolExecutor(1, processes) as pool, pytest.raises(OSError) as raised:
-        pool.submit(train_tiny, str(interrupted), data, partial(limit_file_size, limit)).result()
-    what = "metrics" if full_at == "metrics" else "the checkpoint of step 6"
-    assert f"could not write {what} in {interrupted}" in str(raised.value)
+        pool.submit(train_tiny, str(interrupted), data, partial(fill_disk, function, call)).result()
+    assert f"could not write {what} in {interrupted}: " in str(raised.value)
     assert "bytes are free there" in str(raised.value)
-    if full_at != "metrics":
-        assert "It takes about " in str(raised.value)
-    assert RunFolder(str(interrupted)).last_checkpoint() == checkpoint
-    assert not (interrupted / ".partial").exists()
+    assert ("It takes about " in str(raised.value)) == (what != "metrics")
+    assert RunFolder(str(interrupted)).last_checkpoint().name == f"checkpoint-{newest}"
+    assert not [path for path in interrupted.iterdir() if path.name.startswith(".")]
+    assert not (interrupted / "model.safetensors").exists()
     assert finish(processes, interrupted, data) == 0
     assert_same_run(interrupted, undisturbed)
-
-
-def test_a_full_disk_at_the_end_keeps_the_last_checkpoint(data, tmp_path, monkeypatch, undisturbed):
-    out = tmp_path / "run"
-
-    def full(self, folder, *args, **kwargs):
-        (folder / "half").parent.mkdir(parents=True)
-        (folder / "half").write_text("half")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        save = RunFolder.finish
-        patch.setattr(RunFolder, "finish", lambda self, model, *rest: save(self, Unwritable(full), *rest))
-        with pytest.raises(OSError, match="could not write the trained model"):
-            train(tiny_config(), data, tiny_settings(out))
-    assert not (out / ".partial").exists()
-    assert not (out / "model.safetensors").exists()
-    train(tiny_config(), data, tiny_settings(out))
-    assert record(out) == record(undisturbed)
-
-
-class Unwritable:
-    def __init__(self, save):
-        self.save_pretrained = partial(save, self)
 
 
 def distributed(rank, port, out, data):

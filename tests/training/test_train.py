@@ -179,11 +179,20 @@ def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(data, tmp_path, monkeyp
     assert half.evaluations[-1]["loss"] == pytest.approx(full.evaluations[-1]["loss"], rel=0.01)
 
 
-@pytest.mark.skipif(not find_spec("triton"), reason="torch.compile needs triton here")
-def test_compiled_equals_eager(data, tmp_path):
+def test_compiled_equals_eager(data, tmp_path, monkeypatch):
+    compiler = torch.compile
+    # Traces the model as always, but does not spend a minute in the C++ compiler.
+    monkeypatch.setattr(torch, "compile", lambda model, **kwargs: compiler(model, **{**kwargs, "backend": "eager"}))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     config = tiny_config(attention_dropout=0.0)
     eager, compiled = (train(config, data, tiny_settings(tmp_path / str(on), compile=on)) for on in (False, True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
     assert compiled.evaluations[-1]["loss"] == pytest.approx(eager.evaluations[-1]["loss"], rel=1e-4)
+    assert set(AutoModelForCausalLM.from_pretrained(tmp_path / "True").state_dict()) == set(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "False").state_dict()
+    )
 
 
 def test_a_finished_run_is_not_run_again(data, tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 
 import os
 import pkgutil
+import resource
 import signal
+from functools import partial
 
 from dcformer.models.dcformer import DCFormerConfig
 from dcformer.training import TrainSettings, prepare_data, train
@@ -19,28 +21,45 @@ def tiny_settings(out, **changes):
     return TrainSettings(out=str(out), **{**few, **changes})
 
 
-def die(function, count, when):
-    """Ends the process by SIGKILL at this call of the function: "before", "after", or when its file is "halfway" written."""
+def at_call(function, count, act):
+    """Has this call of the function made by `act(original, *args)`."""
     owner, _, name = function.rpartition(".")
     owner = pkgutil.resolve_name(owner)
     original, calls = getattr(owner, name), []
 
     def call(*args, **kwargs):
         calls.append(args)
-        if len(calls) != count:
-            return original(*args, **kwargs)
-        if when != "before":
-            original(*args, **kwargs)
-        if when == "halfway":
-            os.truncate(args[1], os.path.getsize(args[1]) // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
+        return act(partial(original, *args, **kwargs), *args) if len(calls) == count else original(*args, **kwargs)
 
     setattr(owner, name, call)
 
 
-def prepare(settings, moment):
-    """For a process of its own: prepares data, and dies."""
-    die(*moment)
+def die(function, count, when):
+    """Ends the process by SIGKILL at this call: "before", "after", or when the file that it writes is "halfway" there."""
+
+    def act(original, *args):
+        if when != "before":
+            original()
+        if when == "halfway":
+            os.truncate(args[1], os.path.getsize(args[1]) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    at_call(function, count, act)
+
+
+def fill_disk(function, count):
+    """From this call on no file of the process can be longer than 1000 bytes."""
+
+    def act(original, *args):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        return original()
+
+    at_call(function, count, act)
+
+
+def prepare(settings, arrange):
+    """For a process of its own: prepares data, after `arrange` has set what will go wrong."""
+    arrange()
     prepare_data(settings)
 
 
