@@ -13,6 +13,8 @@ from dcformer.models.dcformer.configuration_dcformer import DCFormerConfig
 
 @dataclass(frozen=True)
 class _Counts:
+    composition: float
+
     @property
     def total(self) -> float:
         """The sum of all parts."""
@@ -21,8 +23,7 @@ class _Counts:
     @property
     def composition_share(self) -> float:
         """What composition adds, as a share of everything else: 0.02 is 2 % more than plain attention."""
-        composition = getattr(self, "composition")  # noqa: B009
-        return composition / (self.total - composition)
+        return self.composition / (self.total - self.composition)
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,6 @@ class Parameters(_Counts):
     projections: int
     mlp: int
     norms: int
-    composition: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,6 @@ class Flops(_Counts):
     projections: float
     mlp: float
     products: float
-    composition: float
 
 
 def count_parameters(config: DCFormerConfig) -> Parameters:
@@ -94,7 +93,7 @@ def count_flops(config: DCFormerConfig, length: int) -> Flops:
     if length < 1:
         raise ValueError(f"length={length} must be at least 1")
     E, L, N, D = config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.head_dim
-    assert D is not None and config.layer_types is not None
+    assert D is not None
     pairs = sum(
         _visible_keys(length, config.sliding_window if kind == "sliding_attention" else None) for kind in config.layer_types
     )

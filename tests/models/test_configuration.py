@@ -40,6 +40,7 @@ def test_window_pattern_repeats_over_the_layers(pattern, layers, expected):
         ({"window_pattern": "LG0", "sliding_window": 8}, "window_pattern='LG0' is unknown"),
         ({"window_pattern": "", "sliding_window": 8}, "window_pattern='' is unknown"),
         ({"window_pattern": ["L", "x"], "sliding_window": 8}, "is unknown"),
+        ({"window_pattern": None}, "window_pattern=None is unknown"),
         ({"window_pattern": "LG", "sliding_window": 8, "layer_types": [G, G, G, G]}, "leave layer_types out"),
         ({"compose": {"ranks": 2}}, "unknown option 'ranks'; known are rank"),
         ({"compose": {"device": "cpu"}}, "unknown option 'device'"),
@@ -64,6 +65,8 @@ def test_keys_that_transformers_writes_are_no_error():
         "auto_map": {"AutoConfig": "configuration_dcformer.DCFormerConfig"},
         "rope_theta": 5000.0,
         "output_attentions": False,
+        "is_decoder": True,
+        "layer_types": [G] * 4,
         "temperature": 0.7,
         "id2label": {0: "a", 1: "b"},
         "name_or_path": "somewhere",
@@ -72,6 +75,7 @@ def test_keys_that_transformers_writes_are_no_error():
     config = DCFormerConfig(**SMALL, **written)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5000.0}
     assert config._attn_implementation == "eager"
+    assert "auto_map" not in config.to_dict()  # it names remote code, which is never run
 
 
 @pytest.mark.parametrize("compose", [{}, {"rank": 1, "gates": False}, None])
@@ -79,6 +83,14 @@ def test_saved_configuration_comes_back(compose, tmp_path):
     config = DCFormerConfig(**SMALL, compose=compose, window_pattern="LGL6", sliding_window=8, rope_theta=5000.0)
     config.save_pretrained(tmp_path)
     assert DCFormerConfig.from_pretrained(tmp_path).to_dict() == {**config.to_dict(), "architectures": None}
+
+
+def test_fewer_layers_keep_the_pattern(tmp_path):
+    DCFormerConfig(**SMALL, window_pattern="LGL6", sliding_window=8).save_pretrained(tmp_path)
+    config = DCFormerConfig.from_pretrained(tmp_path, num_hidden_layers=2)
+    assert config.layer_types == [L, G]
+    config.num_hidden_layers = 3
+    assert config.layer_types == [L, G, L]
 
 
 def test_defaults_of_composition_are_the_papers():

@@ -9,7 +9,7 @@ import inspect
 import re
 from dataclasses import field
 from importlib import import_module
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, repeat
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -34,8 +34,25 @@ _SIZES = {
 
 _LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
 
-# Keys that transformers, its trainers and older releases write beside a model's own.
-_FOREIGN_KEYS = {"auto_map", "model_type", "quantization_config", "tokenizer_class", "transformers_weights"}
+# What transformers, today or in version 4, writes into any config.json beside the keys that its base class takes.
+_FOREIGN_KEYS = {
+    "_name_or_path",
+    "add_cross_attention",
+    "cross_attention_hidden_size",
+    "finetuning_task",
+    "is_decoder",
+    "model_type",
+    "prefix",
+    "pruned_heads",
+    "quantization_config",
+    "task_specific_params",
+    "tie_encoder_decoder",
+    "tie_last_hidden_states",
+    "tokenizer_class",
+    "torchscript",
+    "transformers_weights",
+    "use_bfloat16",
+}
 
 _COMPOSE_OPTIONS = {
     name: parameter.default
@@ -46,14 +63,13 @@ _COMPOSE_OPTIONS = {
 
 def _layer_types(pattern: str | list[str], num_layers: int) -> list[str]:
     """A window pattern as transformers' layer types, repeated to `num_layers`."""
-    parts = list(pattern) if isinstance(pattern, list) else re.findall(r"[LG]\d*", pattern)
-    text = "".join(parts) if all(isinstance(part, str) for part in parts) else ""
-    if not parts or not re.fullmatch(r"([LG]([1-9]\d*)?)+", text) or (isinstance(pattern, str) and text != pattern):
+    text = "".join(map(str, pattern)) if isinstance(pattern, (str, list)) else ""
+    if not re.fullmatch(r"([LG]([1-9]\d*)?)+", text):
         raise ValueError(
             f"window_pattern={pattern!r} is unknown; write L (local) and G (global), each with a count if repeated, "
             'as in "G", "LG", "LGLL" or "LGL6", or a list of them'
         )
-    letters = chain.from_iterable(part[0] * int(part[1:] or 1) for part in parts)
+    letters = chain.from_iterable(repeat(letter, int(count or 1)) for letter, count in re.findall(r"([LG])(\d*)", text))
     return [_LAYER_TYPES[letter] for letter in islice(cycle(letters), num_layers)]
 
 
@@ -75,8 +91,7 @@ class DCFormerConfig(PreTrainedConfig):
         qk_norm: whether each head's queries and keys are normalised before the rotation.
         sliding_window: W, how many keys a query of a local layer sees, itself included.
         window_pattern: which layers are local (L) and which global (G), repeated over the layers: "G", "LG", "LGLL", "LGL6" (a
-            count repeats the letter before it), or a list of such items. `layer_types` follows from it.
-        layer_types: transformers' names of the same; leave it out.
+            count repeats the letter before it), or a list of such items.
         compose: options of `dcformer.Compose`; those left out have its defaults, the paper's. `None` gives the plain
             Transformer++ on `scaled_dot_product_attention`, all else equal.
         tie_word_embeddings: whether the output layer shares the embedding's weights.
@@ -104,7 +119,6 @@ class DCFormerConfig(PreTrainedConfig):
     qk_norm: bool = False
     sliding_window: int | None = None
     window_pattern: str | list[str] = "G"
-    layer_types: list[str] | None = None
     compose: dict[str, Any] | None = field(default_factory=dict)
     tie_word_embeddings: bool = False
     attention_dropout: float | int = 0.0
@@ -116,13 +130,14 @@ class DCFormerConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._check_shapes()
-        self._check_windows()
+        self._check_windows(kwargs.pop("layer_types", None))
         self._check_compose()
+        kwargs.pop("auto_map", None)  # names remote code, which is never run
         mine = set(vars(self))
         super().__post_init__(**kwargs)
         unknown = [key for key in kwargs if key in vars(self) and key not in mine | _FOREIGN_KEYS]
         if unknown:
-            raise ValueError(f"unknown configuration keys {unknown}; known are {sorted(self._own_keys())}")
+            raise ValueError(f"unknown configuration keys {unknown}; known are {', '.join(type(self).__annotations__)}")
         # The Auto classes look a model up by its configuration. Not imported before: transformers may itself be half imported.
         import_module("dcformer.models.dcformer.modeling_dcformer")
 
@@ -148,9 +163,10 @@ class DCFormerConfig(PreTrainedConfig):
         }
         return cls(**{**shape, **overrides})
 
-    @classmethod
-    def _own_keys(cls) -> list[str]:
-        return list(cls.__annotations__)
+    @property
+    def layer_types(self) -> list[str]:
+        """`window_pattern` in transformers' words, "sliding_attention" or "full_attention" for each layer."""
+        return _layer_types(self.window_pattern, self.num_hidden_layers)
 
     def _check_shapes(self) -> None:
         names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
@@ -173,18 +189,16 @@ class DCFormerConfig(PreTrainedConfig):
         if not 0 <= self.attention_dropout <= 1:
             raise ValueError(f"attention_dropout={self.attention_dropout} must be between 0 and 1")
 
-    def _check_windows(self) -> None:
-        layer_types = _layer_types(self.window_pattern, self.num_hidden_layers)
-        if self.layer_types is not None and list(self.layer_types) != layer_types:
+    def _check_windows(self, layer_types: list[str] | None) -> None:
+        if layer_types is not None and list(layer_types) != self.layer_types:
             raise ValueError(
-                f"layer_types={self.layer_types} are not what window_pattern={self.window_pattern!r} gives in "
+                f"layer_types={layer_types} are not what window_pattern={self.window_pattern!r} gives in "
                 f"{self.num_hidden_layers} layers; leave layer_types out"
             )
-        self.layer_types = layer_types
         window = self.sliding_window
         if window is not None and (not isinstance(window, int) or window < 1):
             raise ValueError(f"sliding_window={window!r} must be at least 1 (the query itself), or None without local layers")
-        if window is None and "sliding_attention" in layer_types:
+        if window is None and "sliding_attention" in self.layer_types:
             raise ValueError(f"window_pattern={self.window_pattern!r} has local layers; give their sliding_window")
 
     def _check_compose(self) -> None:

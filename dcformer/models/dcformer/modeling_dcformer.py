@@ -53,7 +53,7 @@ class DCFormerAttention(nn.Module):
     def __init__(self, config: DCFormerConfig, layer_idx: int):
         super().__init__()
         E, N, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        assert K is not None and D is not None and config.layer_types is not None
+        assert K is not None and D is not None  # the configuration fills them in
         self.config, self.layer_idx = config, layer_idx
         self.head_dim, self.scaling, self.num_key_value_groups = D, D**-0.5, N // K
         self.is_causal = True
@@ -154,7 +154,6 @@ class DCFormerModel(DCFormerPreTrainedModel):
         self.layers = nn.ModuleList(DCFormerDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]  # our configuration has all that it reads
-        assert config.layer_types is not None
         self.layer_types = config.layer_types
         self.gradient_checkpointing = False
         self.post_init()
