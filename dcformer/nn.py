@@ -1,7 +1,7 @@
 """Modules: `Compose` makes the mixing weights from hidden states, `DCMHA` takes the place of `nn.MultiheadAttention`.
 
-B batch, T queries, S keys, L either, N heads = G groups of n, K key/value heads, D head dim, E hidden size, R rank, W window,
-C channels (pre-query, pre-key, post-query, post-key), I = 2 R n inner size.
+B batch, T queries, S keys, L one of the two, N heads = G groups of n, K key/value heads, D head dim, E hidden size, R rank,
+W window, C channels (pre-query, pre-key, post-query, post-key), I = 2 R n inner size.
 """
 
 from __future__ import annotations
@@ -134,9 +134,8 @@ class Compose(nn.Module):
         n = num_heads // groups
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.sides = [name for name, on in (("pre", pre), ("post", post)) if on]
-        self.parts = (
-            [name for name, on in (("query", query_wise), ("key", key_wise)) if on] if self.sides and (rank or gates) else []
-        )
+        parts = (("query", query_wise), ("key", key_wise)) if self.sides and (rank or gates) else ()
+        self.parts = [name for name, on in parts if on]
         self.pre_base = nn.Parameter(torch.empty(groups, n, n, **factory)) if static and pre else None
         self.post_base = nn.Parameter(torch.empty(groups, n, n, **factory)) if static and post else None
 
