@@ -49,7 +49,7 @@ class TrainSettings:
         compile: torch.compile.
         eval_every: steps between evaluations; the last step is always evaluated. None: a tenth of `steps`.
         save_every: steps between checkpoints. None: as `eval_every`.
-        keep_checkpoints: how many checkpoints stay while training runs.
+        keep_checkpoints: how many checkpoints stay while training runs; a finished run has none, only its model.
         eval_rows: rows of the validation split to evaluate on, the same ones each time. None: all.
     """
 
