@@ -15,8 +15,10 @@ from dcformer.ops.autograd import composed_attention_op
 from dcformer.ops.composition import Composition
 from dcformer.ops.mixers import MIXERS, Mixer, Request, register_mixer
 from dcformer.ops.mixers.chunked import ChunkedMixer
+from dcformer.ops.mixers.cpu import CpuMixer
 
 register_mixer(ChunkedMixer())
+register_mixer(CpuMixer())
 
 
 @dataclass(frozen=True)

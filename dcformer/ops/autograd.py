@@ -88,7 +88,11 @@ def composed_attention_backward_op(
         dquery, dkey, dvalue, dpre, dpost, dmask = driver.backward(call, grad_out, statistics, mask_needs_grad)
     grads = [dquery, dkey, dvalue, *(dpre or Composition())[:3], *(dpost or Composition())[:3], dmask]
     parts = [query, key, value, *(pre or Composition())[:3], *(post or Composition())[:3], attn_mask]
-    return [grad.to(part.dtype) for grad, part in zip(grads, parts, strict=True) if grad is not None and part is not None]
+    return [
+        grad.to(part.dtype).contiguous()
+        for grad, part in zip(grads, parts, strict=True)
+        if grad is not None and part is not None
+    ]
 
 
 @composed_attention_backward_op.register_fake

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from dcformer.ops.composition import Composition
-from dcformer.ops.mixers import MIXERS, Block, BlockGrads
+from dcformer.ops.mixers import MIXERS, Block, BlockGrads, Workspace
 
 # Scores of one block, all heads: small enough for the last-level cache with its few companions.
-_CPU_BLOCK, _GPU_BLOCK = 1 << 20, 1 << 25
-_MIN_QUERIES = 16
+_CPU_BLOCK, _GPU_BLOCK = 1 << 21, 1 << 25
+_MIN_QUERIES = 12
 
 
 class Call(NamedTuple):
@@ -62,7 +62,8 @@ def _spans(call: Call) -> Iterator[_Span]:
     (B, N, T, _), S, window = call.query.shape, call.key.shape[2], call.window
     limit = _CPU_BLOCK if call.query.device.type == "cpu" else _GPU_BLOCK
     widest = S if window is None else min(S, 2 * window)
-    C = max(1, min(T, max(_MIN_QUERIES, limit // max(1, N * widest))))
+    C = max(_MIN_QUERIES, limit // max(1, N * widest))
+    C = max(1, min(T, C - (C - 4) % 8))  # an odd multiple of 4: see _row_stride
     rows = max(1, min(B, limit // max(1, N * C * widest)))
     for t0 in range(0, T, C):
         t1 = min(T, t0 + C)
@@ -99,8 +100,50 @@ def _mask_part(mask: Tensor | None, span: _Span) -> Tensor | None:
     return mask[b, :, t, s]
 
 
-def _block(call: Call, span: _Span) -> Block:
-    return Block(_part(call.pre, span), _part(call.post, span), _mask_part(call.mask, span), span.lower, span.upper)
+def _row_stride(S: int) -> int:
+    """Room for the S scores of a row: an odd multiple of 8 floats.
+
+    With C an odd multiple of 4 a head's scores then start 32 times an odd number of floats after those of the head before. A
+    power of two would put the heads of one key into the same few lines of the cache.
+    """
+    return 8 * ((S + 7) // 8 | 1)
+
+
+class _Mixing:
+    """What a mixer is given, laid out once a call: in the dtype of the scores, key-wise weights contiguous along the keys."""
+
+    def __init__(self, call: Call):
+        self.dtype = mixing_dtype(call.query.dtype)
+        self.pre, self.post = _laid_out(call.pre, self.dtype), _laid_out(call.post, self.dtype)
+        self.mask = call.mask
+        if self.mask is not None and self.mask.dtype != torch.bool:
+            self.mask = self.mask.to(self.dtype)
+        self.spans = list(_spans(call))
+        self.heads = call.query.shape[1]
+        sizes = ((p.b.stop - p.b.start) * (p.t.stop - p.t.start) * _row_stride(p.s.stop - p.s.start) for p in self.spans)
+        self.workspace = Workspace(self.heads * max(sizes, default=0), self.dtype, call.query.device)
+
+    def scores(self, name: str, span: _Span) -> Tensor:
+        """The buffer of that name as the scores of a block, [B, N, C, S] with padded rows."""
+        S = span.s.stop - span.s.start
+        rows = (span.b.stop - span.b.start, self.heads, span.t.stop - span.t.start)
+        return self.workspace.take(name, (*rows, _row_stride(S)))[..., :S]
+
+    def block(self, span: _Span) -> Block:
+        pre, post, mask = _part(self.pre, span), _part(self.post, span), _mask_part(self.mask, span)
+        return Block(pre, post, mask, span.lower, span.upper, self.workspace)
+
+
+def _laid_out(composition: Composition | None, dtype: torch.dtype) -> Composition | None:
+    if composition is None:
+        return None
+    base, query, key, groups = composition.map(lambda part: part.to(dtype))
+    return Composition(
+        None if base is None else base.contiguous(),
+        None if query is None else query.contiguous(),
+        None if key is None else key.movedim(1, -1).contiguous().movedim(-1, 1),
+        groups,
+    )
 
 
 def _fold_queries(x: Tensor, span: _Span, K: int) -> Tensor:
@@ -113,10 +156,20 @@ def _fold_keys(x: Tensor, span: _Span) -> Tensor:
     return x[span.b, :, span.s].flatten(0, 1)
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype, alpha: float = 1.0) -> Tensor:
-    """alpha a b of batched matrices, in `dtype`."""
+def _product(a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
+    """alpha a b of batched matrices."""
     out = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=a.dtype, device=a.device)
-    return torch.baddbmm(out, a, b, beta=0, alpha=alpha, out=out).to(dtype)
+    return out.baddbmm_(a, b, beta=0, alpha=alpha)
+
+
+def _product_into(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, beta: int = 0) -> None:
+    """out = beta out + alpha a b; the factors may have a narrower dtype than `out`."""
+    if a.dtype == out.dtype:
+        out.baddbmm_(a, b, alpha=alpha, beta=beta)
+    elif beta:
+        out.add_(_product(a, b, alpha))
+    else:
+        out.copy_(_product(a, b, alpha))
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
@@ -160,21 +213,19 @@ class _Dropout:
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """The output [B, N, T, D] and the row statistics [B, N, T, 2] of `Mixer.mix_forward`."""
-    mixer = MIXERS[call.mixer]
+    mixer, mixing = MIXERS[call.mixer], _Mixing(call)
     query, key, value = _operands(call.query, call.key, call.value)
     (B, N, T, _), K = query.shape, key.shape[1]
-    dtype = mixing_dtype(call.query.dtype)
     out = query.new_zeros(B, N, T, value.shape[3])
-    statistics = torch.tensor([0, 1], dtype=dtype, device=query.device).repeat(B, N, T, 1)
+    statistics = torch.tensor([0, 1], dtype=mixing.dtype, device=query.device).repeat(B, N, T, 1)
     dropout = _Dropout(call.seed, call.dropout_p, query.device)
-    for number, span in enumerate(_spans(call)):
+    for number, span in enumerate(mixing.spans):
         q, k, v = _fold_queries(query, span, K), _fold_keys(key, span), _fold_keys(value, span)
-        shape = (span.b.stop - span.b.start, N, span.t.stop - span.t.start, -1)
-        scores = _product(q, k.transpose(1, 2), dtype, call.scale).view(shape)
-        weights, statistics[span.b, :, span.t] = mixer.mix_forward(scores, _block(call, span))
-        weights = dropout(weights, number)
-        folded = weights.reshape(q.shape[0], q.shape[1], -1).to(v.dtype)
-        out[span.b, :, span.t] = _product(folded, v, v.dtype).view(shape)
+        scores = mixing.scores("scores", span)
+        _product_into(scores.view(*q.shape[:2], -1), q, k.transpose(1, 2), call.scale)
+        weights, statistics[span.b, :, span.t] = mixer.mix_forward(scores, mixing.block(span))
+        weights = dropout(weights, number).reshape(*q.shape[:2], -1).to(v.dtype)
+        out[span.b, :, span.t] = _product(weights, v).view(*scores.shape[:3], -1)
     return out.to(call.query.dtype), statistics
 
 
@@ -185,35 +236,24 @@ def backward(
 
     The scores are made again, block by block.
     """
-    mixer = MIXERS[call.mixer]
+    mixer, mixing = MIXERS[call.mixer], _Mixing(call)
     query, key, value, grad_out = _operands(call.query, call.key, call.value, grad_out)
-    N, K = query.shape[1], key.shape[1]
-    dtype = mixing_dtype(call.query.dtype)
-
-    def zeros(tensor: Tensor) -> Tensor:
-        return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
-
-    dquery, dkey, dvalue = zeros(query), zeros(key), zeros(value)
-    dpre, dpost = (None if c is None else c.map(zeros) for c in (call.pre, call.post))
-    dmask = zeros(call.mask) if call.mask is not None and mask_needs_grad else None
+    K, dtype = key.shape[1], mixing.dtype
+    dquery, dkey, dvalue = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (query, key, value))
+    dpre, dpost = (None if c is None else c.map(torch.zeros_like) for c in (mixing.pre, mixing.post))
+    dmask = torch.zeros_like(mixing.mask) if mixing.mask is not None and mask_needs_grad else None
     dropout = _Dropout(call.seed, call.dropout_p, query.device)
-    for number, span in enumerate(_spans(call)):
+    for number, span in enumerate(mixing.spans):
         q, k, v = _fold_queries(query, span, K), _fold_keys(key, span), _fold_keys(value, span)
         do = _fold_queries(grad_out, span, K)
-        shape = (span.b.stop - span.b.start, N, span.t.stop - span.t.start, -1)
-        scores = _product(q, k.transpose(1, 2), dtype, call.scale).view(shape)
-        dweights = dropout(_product(do, v.transpose(1, 2), dtype).view(shape), number)
+        scores, dweights = mixing.scores("scores", span), mixing.scores("dweights", span)
+        _product_into(scores.view(*q.shape[:2], -1), q, k.transpose(1, 2), call.scale)
+        _product_into(dweights.view(*q.shape[:2], -1), do, v.transpose(1, 2))
         grads = BlockGrads(_part(dpre, span), _part(dpost, span), _mask_part(dmask, span))
-        row_statistics = statistics[span.b, :, span.t]
-        weights, dscores = mixer.mix_backward(scores, dweights, row_statistics, _block(call, span), grads)
-        weights = dropout(weights, number)
-        weights, dscores = (w.reshape(q.shape[0], q.shape[1], -1).to(q.dtype) for w in (weights, dscores))
-        dquery[span.b, :, span.t] = _product(dscores, k, dtype, call.scale).view(shape)
-        _add_folded(dkey, span, _product(dscores.transpose(1, 2), q, dtype, call.scale))
-        _add_folded(dvalue, span, _product(weights.transpose(1, 2), do, dtype))
+        row_statistics = statistics[span.b, :, span.t].contiguous()
+        weights, dscores = mixer.mix_backward(scores, dropout(dweights, number), row_statistics, mixing.block(span), grads)
+        weights, dscores = (w.reshape(*q.shape[:2], -1).to(q.dtype) for w in (dropout(weights, number), dscores))
+        dquery[span.b, :, span.t] = _product(dscores, k, call.scale).view(*scores.shape[:3], -1)
+        _product_into(_fold_keys(dkey, span), dscores.transpose(1, 2), q, call.scale, beta=1)
+        _product_into(_fold_keys(dvalue, span), weights.transpose(1, 2), do, beta=1)
     return dquery, dkey, dvalue, dpre, dpost, dmask
-
-
-def _add_folded(total: Tensor, span: _Span, part: Tensor) -> None:
-    target = total[span.b, :, span.s]
-    target.add_(part.view(target.shape))

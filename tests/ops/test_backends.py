@@ -49,17 +49,20 @@ def results(inputs: Inputs, grad: torch.Tensor, **options) -> list[torch.Tensor]
 
 
 def check(draw, backend: str, **options) -> None:
-    """Pools the errors of eight draws of a small case: in one draw the error of a small tensor is a matter of luck."""
+    """Pools the errors of some draws of a small case: in one draw the error of a small tensor is a matter of luck."""
     exact, eager, actual = [], [], []
-    for _ in range(8 if draw().query.shape[2] < 1000 else 1):
+    first = draw()
+    small = first.query.shape[2] < 1000
+    pooled = 1 if not small else 8 if first.query.dtype == torch.float32 else 2
+    for _ in range(pooled):
         inputs = draw()
         grad = torch.randn(inputs.query.shape)
         exact.append(results(inputs.to(torch.float64), grad, backend="reference", **options))
         eager.append(results(inputs, grad, backend="reference", **options))
         actual.append(results(inputs, grad, backend=backend, **options))
     for i in range(len(actual[0])):
-        pooled = [torch.stack([draw[i] for draw in draws]) for draws in (actual, eager, exact)]
-        assert_within_budget(*pooled, factor=2 if i == 0 else 3, what="output" if i == 0 else f"gradient {i - 1}")
+        stacked = [torch.stack([draw[i] for draw in draws]) for draws in (actual, eager, exact)]
+        assert_within_budget(*stacked, factor=2 if i == 0 else 3, what="output" if i == 0 else f"gradient {i - 1}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])

@@ -8,9 +8,11 @@ B batch, C queries of the block, S keys that the block sees, N heads.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from dcformer.ops.composition import Composition
@@ -30,14 +32,30 @@ class Request(NamedTuple):
     dropout_p: float = 0.0
 
 
+class Workspace:
+    """Buffers that live for one call, so that blocks do not allocate: fresh pages cost more than the mixing."""
+
+    def __init__(self, elements: int, dtype: torch.dtype, device: torch.device):
+        self._elements, self._dtype, self._device = elements, dtype, device
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A contiguous tensor of at most one block's size with undefined content; the same memory for the same name."""
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(self._elements, dtype=self._dtype, device=self._device)
+        return self._buffers[name][: math.prod(shape)].view(shape)
+
+
 @dataclass
 class Block:
-    """What belongs to one block of queries, as views into the whole.
+    """What belongs to one block of queries, as views into the whole. Floats have the dtype of the scores.
 
     Attributes:
-        pre, post: compositions with `query` [B, C, 2R+1, N] and `key` [B, S, 2R+1, N], or `None`.
+        pre, post: compositions with `query` [B, C, 2R+1, N] and `key` [B, S, 2R+1, N], or `None`. Rows of `base` and
+            `query` are contiguous; `key` has stride 1 along S.
         mask: bool (True = visible) or float (added), [B or 1, N or 1, C or 1, S or 1], or `None`.
         lower, upper: query c sees only the keys j with c + lower <= j < c + upper; `None` means no bound.
+        workspace: buffers for the mixer's own use.
     """
 
     pre: Composition | None
@@ -45,11 +63,12 @@ class Block:
     mask: Tensor | None
     lower: int | None
     upper: int | None
+    workspace: Workspace
 
 
 @dataclass
 class BlockGrads:
-    """Where `mix_backward` adds its gradients: views of accumulators, with the shapes of the block's own parts."""
+    """Where `mix_backward` adds its gradients: views of accumulators, with shapes, layout and dtype of the block's parts."""
 
     pre: Composition | None
     post: Composition | None
@@ -59,8 +78,9 @@ class BlockGrads:
 class Mixer(Protocol):
     """One implementation of the mixing.
 
-    Scores come already scaled, [B, N, C, S] and contiguous, in float32, or in float64 for float64 inputs. Both functions may
-    overwrite what they are given. Gradients are added to `grads` in the dtype of the scores.
+    Scores come already scaled, [B, N, C, S], in float32, or in float64 for float64 inputs. Their rows may be padded: they are a
+    slice [..., :S] of something contiguous. Both functions may overwrite scores and dweights, and return them or buffers of the
+    workspace; a result laid out like the scores saves a copy.
 
     Attributes:
         name: the backend's name for users.

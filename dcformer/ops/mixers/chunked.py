@@ -27,17 +27,17 @@ def _query_matrix(x: Tensor, composition: Composition) -> Tensor:
     B, _, n, C, _ = x.shape
     matrix = torch.eye(n, dtype=x.dtype, device=x.device)
     if composition.base is not None:
-        matrix = (matrix + composition.base.to(x.dtype)).transpose(1, 2)[:, None]
+        matrix = (matrix + composition.base).transpose(1, 2)[:, None]
     if composition.query is not None:
-        w1, w2, gate = _split(composition.query.to(x.dtype), composition.groups)
+        w1, w2, gate = _split(composition.query, composition.groups)
         matrix = matrix + w2.transpose(3, 4) @ w1 + torch.diag_embed(gate)
     return matrix.expand(B, composition.groups, C, n, n)
 
 
-def _key_rows(composition: Composition, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+def _key_rows(composition: Composition) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
     """w1 and w2 a rank, and the gate, each [B, G, n, 1, S]."""
     assert composition.key is not None
-    w1, w2, gate = _split(composition.key.to(dtype), composition.groups)
+    w1, w2, gate = _split(composition.key, composition.groups)
     w1, w2 = (w.movedim(2, -1).unsqueeze(-2).contiguous() for w in (w1, w2))  # [B, G, R, n, 1, S]
     return w1.unbind(2), w2.unbind(2), gate.transpose(2, 3).unsqueeze(3).contiguous()
 
@@ -52,7 +52,7 @@ def compose(x: Tensor, composition: Composition | None) -> Tensor:
     else:
         y = (_query_matrix(x, composition) @ x.transpose(2, 3)).transpose(2, 3)
     if composition.key is not None:
-        w1, w2, gate = _key_rows(composition, x.dtype)
+        w1, w2, gate = _key_rows(composition)
         y.addcmul_(x, gate)
         for r in range(len(w1)):
             y.addcmul_((x * w1[r]).sum(2, keepdim=True), w2[r])
@@ -73,13 +73,13 @@ def compose_backward(x: Tensor, dy: Tensor, composition: Composition | None, gra
         if grads.base is not None:
             grads.base.add_(dmatrix.sum((0, 2)))
         if composition.query is not None and grads.query is not None:
-            w1, w2, _ = _split(composition.query.to(x.dtype), composition.groups)
+            w1, w2, _ = _split(composition.query, composition.groups)
             dw1, dw2, dgate = _split(grads.query, composition.groups)
             dw1.add_(w2 @ dmatrix.transpose(3, 4))
             dw2.add_(w1 @ dmatrix)
             dgate.add_(dmatrix.diagonal(dim1=3, dim2=4))
     if composition.key is not None and grads.key is not None:
-        w1s, w2s, gate = _key_rows(composition, x.dtype)
+        w1s, w2s, gate = _key_rows(composition)
         dw1, dw2, dgate = _split(grads.key, composition.groups)
         dx.addcmul_(dy, gate)
         dgate.add_((x * dy).sum(3).transpose(2, 3))

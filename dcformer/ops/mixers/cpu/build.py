@@ -1,0 +1,116 @@
+"""Compiles the CPU mixer at first use and loads it; the result is cached by source, flags and torch version.
+
+Several processes may build at once: each compiles into a file of its own and renames it into place.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+
+_SOURCES = ("compose.h", "mixer.cpp")
+
+
+class BuildError(RuntimeError):
+    """The mixer could not be built; the message holds the compiler's own words."""
+
+
+def cache_dir() -> Path:
+    """Where compiled mixers are kept: $XDG_CACHE_HOME/dcformer or ~/.cache/dcformer."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcformer"
+
+
+def compiler() -> str | None:
+    """The C++ compiler: $CXX, else the first of c++, g++ and clang++ on the path."""
+    chosen = os.environ.get("CXX")
+    candidates = [chosen] if chosen else ["c++", "g++", "clang++"]
+    return next((path for name in candidates if (path := shutil.which(name))), None)
+
+
+def vector_flags() -> list[str]:
+    """Flags for the vectors that PyTorch itself uses on this processor."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability.startswith("AVX512"):
+        return [
+            "-DCPU_CAPABILITY_AVX512",
+            "-DCPU_CAPABILITY=AVX512",
+            "-mavx512f",
+            "-mavx512dq",
+            "-mavx512vl",
+            "-mavx512bw",
+            "-mfma",
+        ]
+    if capability == "AVX2":
+        return ["-DCPU_CAPABILITY_AVX2", "-DCPU_CAPABILITY=AVX2", "-mavx2", "-mfma", "-mf16c"]
+    if platform.machine() in ("aarch64", "arm64"):
+        return ["-DCPU_CAPABILITY=DEFAULT", "-mcpu=native"]
+    return ["-DCPU_CAPABILITY=DEFAULT"]
+
+
+def _command(cxx: str, output: Path) -> list[str]:
+    root = Path(torch.__file__).parent
+    openmp = ["-Xpreprocessor", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]
+    includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    link = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
+    flags = ["-std=c++20", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-w", abi]
+    source = Path(__file__).with_name("mixer.cpp")
+    return [cxx, *flags, *vector_flags(), *openmp, *includes, str(source), "-o", str(output), *link]
+
+
+def library_path(cxx: str) -> Path:
+    """The file that holds the mixer built from this source, with these flags, against this torch."""
+    key = hashlib.sha256()
+    for name in _SOURCES:
+        key.update(Path(__file__).with_name(name).read_bytes())
+    version = subprocess.run([cxx, "--version"], capture_output=True, text=True).stdout
+    key.update(repr((_command(cxx, Path()), version, torch.__version__, sysconfig.get_platform())).encode())
+    return cache_dir() / f"mixer-{key.hexdigest()[:20]}.so"
+
+
+def _build(cxx: str, target: Path) -> None:
+    print("dcformer: compiling the CPU kernel (once, about 15 s) ...", file=sys.stderr, flush=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        result = subprocess.run(_command(cxx, temporary), capture_output=True, text=True)
+        if result.returncode != 0:
+            raise BuildError(f"{cxx} failed:\n{result.stderr.strip()}")
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@functools.cache
+def _load() -> str | None:
+    try:
+        cxx = compiler()
+        if cxx is None:
+            raise BuildError("no C++ compiler found; install g++ or clang++, or set CXX")
+        target = library_path(cxx)
+        if not target.exists():
+            _build(cxx, target)
+        torch.ops.load_library(str(target))
+    except (BuildError, OSError) as error:
+        warnings.warn(f"dcformer takes the slower backend 'chunked' on the CPU: {error}", stacklevel=2)
+        return str(error)
+    return None
+
+
+@torch.compiler.assume_constant_result
+def why_not() -> str | None:
+    """Makes `torch.ops.dcformer_cpu` available, building it at first use. Returns why that failed, or `None`."""
+    return _load()
