@@ -23,7 +23,7 @@ from dcformer.ops.mixers import MIXERS, Block, BlockGrads, Workspace
 
 # Scores of one block, all heads: small enough for the last-level cache with its few companions.
 _CPU_BLOCK, _GPU_BLOCK = 1 << 21, 1 << 25
-_MIN_QUERIES = 12
+_MIN_QUERIES = 28
 
 
 class Call(NamedTuple):
@@ -61,9 +61,11 @@ def _spans(call: Call) -> Iterator[_Span]:
     """The blocks that see any key, in the same order in forward and backward."""
     (B, N, T, _), S, window = call.query.shape, call.key.shape[2], call.window
     limit = _CPU_BLOCK if call.query.device.type == "cpu" else _GPU_BLOCK
-    widest = S if window is None else min(S, 2 * window)
-    C = max(_MIN_QUERIES, limit // max(1, N * widest))
-    C = max(1, min(T, C - (C - 4) % 8))  # an odd multiple of 4: see _row_stride
+    # Of the C + W keys that a block in a window sees, each query sees W: C beyond W would make masked scores mostly.
+    most = T if window is None else max(_MIN_QUERIES, window)
+    widest = S if window is None else min(S, most + window)
+    C = min(most, max(_MIN_QUERIES, limit // max(1, N * widest)))
+    C = T if C >= T else C - (C - 4) % 8  # an odd multiple of 4: see _row_stride
     rows = max(1, min(B, limit // max(1, N * C * widest)))
     for t0 in range(0, T, C):
         t1 = min(T, t0 + C)
@@ -198,7 +200,7 @@ def mixing_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Dropout:
-    """Dropout of a block's final weights, the same in forward and backward: one generator, seeded anew for each block."""
+    """Dropout of a block's final weights in place, the same forward and backward: one generator, seeded anew for each block."""
 
     def __init__(self, seed: Tensor | None, p: float, device: torch.device):
         self.seed, self.p, self.generator = seed, p, torch.Generator(device)
@@ -208,7 +210,7 @@ class _Dropout:
             return weights
         self.generator.manual_seed(int(self.seed) + number)
         dropped = torch.rand(weights.shape, generator=self.generator, device=weights.device) < self.p
-        return weights.masked_fill(dropped, 0) * (1 / (1 - self.p) if self.p < 1 else 0)
+        return weights.masked_fill_(dropped, 0).mul_(1 / (1 - self.p) if self.p < 1 else 0)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:

@@ -377,6 +377,7 @@ void mix_backward(
     MaybeTensor post_key, MaybeTensor mask, MaybeTensor dpre_base, MaybeTensor dpre_query, MaybeTensor dpre_key,
     MaybeTensor dpost_base, MaybeTensor dpost_query, MaybeTensor dpost_key, MaybeTensor dmask, int64_t pre_groups,
     int64_t post_groups, std::optional<int64_t> lower, std::optional<int64_t> upper) {
+  TORCH_CHECK(dweights.strides() == scores.strides(), "dweights must be laid out like scores");
   const Shape s(scores, lower, upper);
   const Part pre{pre_base, pre_query, pre_key, s.N, pre_groups}, post{post_base, post_query, post_key, s.N, post_groups};
   const Part dpre{dpre_base, dpre_query, dpre_key, s.N, pre_groups};
