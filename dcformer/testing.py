@@ -97,15 +97,17 @@ def make_inputs(
 
 
 def assert_within_budget(actual: Tensor, eager: Tensor, exact: Tensor, factor: float, what: str = "output") -> None:
-    """Checks that `actual` is at most `factor` times as far from `exact` as `eager` is, in largest and mean square error.
+    """Checks that `actual` is at most `factor` times as far from `exact` as `eager` is in the mean square.
 
-    One rounding of the result to its own dtype is granted on top, since the eager error may be zero by luck.
+    The largest error may be twice that: it hangs on one element, and by luck the eager error may be small just there. One
+    rounding of the result to its own dtype is granted on top.
 
     Args:
         actual: what is tested.
         eager: the reference in the same dtype.
         exact: the reference in float64.
         factor: 2 forward, 3 backward.
+        what: a name for the message.
 
     Raises:
         AssertionError: with the errors; also when anything is NaN or infinite.
@@ -116,9 +118,7 @@ def assert_within_budget(actual: Tensor, eager: Tensor, exact: Tensor, factor: f
         return
     rounding = torch.finfo(actual.dtype).eps
     error, eager_error = ((t.detach().double() - exact.detach()).abs() for t in (actual, eager))
-    for name, measure in (("largest", torch.max), ("mean square", lambda e: e.square().mean().sqrt())):
-        got, allowed = (
-            float(measure(error)),
-            factor * float(measure(eager_error)) + rounding * float(measure(exact.detach().abs())),
-        )
-        assert got <= allowed, f"{what}: {name} error {got:.3g} exceeds {allowed:.3g} (eager {float(measure(eager_error)):.3g})"
+    for name, measure, times in (("mean square", lambda e: e.square().mean().sqrt(), 1), ("largest", torch.max, 2)):
+        got, size, reference = (float(measure(e)) for e in (error, exact.detach().abs(), eager_error))
+        allowed = times * factor * reference + rounding * size
+        assert got <= allowed, f"{what}: {name} error {got:.3g} exceeds {allowed:.3g} (eager {reference:.3g})"

@@ -65,7 +65,7 @@ def _spans(call: Call) -> Iterator[_Span]:
     most = T if window is None else max(_MIN_QUERIES, window)
     widest = S if window is None else min(S, most + window)
     C = min(most, max(_MIN_QUERIES, limit // max(1, N * widest)))
-    C = T if C >= T else C - (C - 4) % 8  # an odd multiple of 4: see _row_stride
+    C = max(1, T) if C >= T else C - (C - 4) % 8  # an odd multiple of 4: see _row_stride
     rows = max(1, min(B, limit // max(1, N * C * widest)))
     for t0 in range(0, T, C):
         t1 = min(T, t0 + C)
