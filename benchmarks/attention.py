@@ -1,0 +1,217 @@
+"""Times and peak memory of composed attention beside PyTorch's own attention, in one run.
+
+    python benchmarks/attention.py [--quick] [--out results/attention]
+
+Writes attention.csv (a line a case: medians, ratios), memory.csv, attention.json (machine, versions, commit), attention.png.
+Every ratio is a median over rounds in which all backends take turns, so that a machine that slows down slows all of them.
+
+B batch, T queries and keys, N heads, D head dim, W window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields, replace
+from pathlib import Path
+
+import matplotlib
+import torch
+import torch.nn.functional as F
+
+from dcformer import composed_attention
+from dcformer.studies.provenance import provenance
+from dcformer.testing import make_inputs
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SDPA = "sdpa"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape. `passes` is "forward" or "forward + backward"; `T` queries see `S` keys."""
+
+    N: int = 16
+    D: int = 64
+    T: int = 2048
+    S: int = 0
+    window: int = 0
+    dtype: str = "fp32"
+    passes: str = "forward + backward"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of attention.csv; seconds are medians."""
+
+    N: int
+    D: int
+    T: int
+    S: int
+    window: int
+    dtype: str
+    passes: str
+    backend: str
+    seconds: float
+    times_sdpa: float
+    rounds: int
+
+
+def cases(quick: bool) -> list[Case]:
+    main = [Case(dtype=dtype, passes=passes) for dtype in DTYPES for passes in ("forward", "forward + backward")]
+    if quick:
+        return [replace(case, T=256) for case in main]
+    lengths = [Case(T=T) for T in (128, 512, 1024, 4096, 8192)]
+    shapes = [Case(N=8), Case(N=32), Case(N=32, D=80), Case(D=128)]
+    decoding = [Case(T=1, S=4096, passes="forward")]
+    return [*main, *lengths, *shapes, Case(T=8192, window=256), *decoding]
+
+
+def runner(case: Case, backend: str) -> Callable[[], None]:
+    inputs = make_inputs(N=case.N, T=case.T, S=case.S or case.T, D=case.D, parts="qk", dtype=DTYPES[case.dtype])
+    query, key, value = inputs.call()[:3]
+    causal, window = case.T > 1, case.window or None
+
+    def attend() -> torch.Tensor:
+        if backend == SDPA:
+            return (
+                windowed_sdpa(query, key, value, window)
+                if window
+                else F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+            )
+        return composed_attention(*inputs.call(), is_causal=causal, window=window, backend=backend)
+
+    def run() -> None:
+        if case.passes == "forward":
+            with torch.no_grad():
+                attend()
+        else:
+            attend().sum().backward()
+
+    return run
+
+
+def windowed_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
+    """Plain attention in a window with about the same number of pairs: blocks of W queries on their 2 W keys."""
+    pieces = []
+    for start in range(0, query.shape[2], window):
+        stop, first = start + window, max(0, start - window)
+        distance = torch.arange(start, stop)[:, None] - torch.arange(first, stop)
+        mask = (distance >= 0) & (distance < window)
+        q, k, v = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
+        pieces.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+    return torch.cat(pieces, 2)
+
+
+def measure(case: Case, backends: list[str], rounds: int) -> list[Line]:
+    runs = {backend: runner(case, backend) for backend in backends}
+    seconds: dict[str, list[float]] = {backend: [] for backend in backends}
+    for run in runs.values():
+        run()  # warm up
+    for _ in range(rounds):
+        for backend, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[backend].append(time.perf_counter() - start)
+    lines = []
+    for backend, times in seconds.items():
+        ratio = statistics.median(t / s for t, s in zip(times, seconds[SDPA], strict=True))
+        lines.append(Line(*astuple(case), backend, statistics.median(times), ratio, rounds))
+    return lines
+
+
+MEMORY = """
+import resource, sys, torch
+from dcformer import composed_attention
+from dcformer.testing import make_inputs
+length, backend, passes = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+make = lambda T: make_inputs(N=16, T=T, D=64, parts="qk")
+small = make(64)
+composed_attention(*small.call(), is_causal=True, backend=backend).sum().backward()  # libraries are loaded
+inputs = make(length)
+size = sum(t.numel() * t.element_size() for t in inputs.floats())
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+if passes == "forward":
+    with torch.no_grad():
+        composed_attention(*inputs.call(), is_causal=True, backend=backend)
+else:
+    composed_attention(*inputs.call(), is_causal=True, backend=backend).sum().backward()
+print(size, peak() - before)
+"""
+
+
+def measure_memory(lengths: list[int], backends: list[str]) -> list[dict[str, object]]:
+    """Peak above the inputs (output, gradients and buffers together), each in a process of its own."""
+    lines: list[dict[str, object]] = []
+    for T in lengths:
+        for backend in backends:
+            for passes in ("forward", "forward + backward"):
+                command = [sys.executable, "-c", MEMORY, str(T), backend, passes]
+                size, extra = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+                mib = {"inputs_mib": round(int(size) / 2**20), "extra_mib": round(int(extra) / 2**20)}
+                lines.append({"T": T, "N": 16, "D": 64, "backend": backend, "passes": passes, **mib})
+    return lines
+
+
+def plot(lines: list[Line], path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for backend in sorted({line.backend for line in lines}):
+        chosen = [li for li in lines if li.backend == backend and (li.N, li.D, li.window, li.dtype) == (16, 64, 0, "fp32")]
+        chosen = sorted((li for li in chosen if li.passes == "forward + backward"), key=lambda li: li.T)
+        axes.plot([li.T for li in chosen], [li.times_sdpa for li in chosen], marker="o", label=backend)
+    axes.set(
+        xscale="log", xlabel="length T", ylabel="time / time of plain attention", title="forward + backward, fp32, N=16, D=64"
+    )
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def write_csv(path: Path, rows: list[dict[str, object]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/attention"))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="small shapes only, to see that it runs")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    lines: list[Line] = []
+    for case in cases(arguments.quick):
+        backends = [SDPA, "cpu"]
+        if case.T <= 2048:
+            backends.append("chunked")
+        if (case.T, case.N, case.D) == (2048, 16, 64):
+            backends.append("reference")
+        rounds = arguments.rounds if case.T <= 2048 and case.dtype == "fp32" else max(2, arguments.rounds // 3)
+        for line in measure(case, backends, rounds):
+            lines.append(line)
+            print(f"{case}  {line.backend:10} {line.seconds * 1e3:9.1f} ms  {line.times_sdpa:6.2f}x", flush=True)
+    memory = measure_memory([256] if arguments.quick else [8192], ["cpu", "chunked"])
+    for row in memory:
+        print(row)
+    names = [field.name for field in fields(Line)]
+    write_csv(arguments.out / "attention.csv", [dict(zip(names, astuple(line), strict=True)) for line in lines])
+    write_csv(arguments.out / "memory.csv", memory)
+    (arguments.out / "attention.json").write_text(json.dumps({"command": sys.argv, **provenance()}, indent=1) + "\n")
+    plot(lines, arguments.out / "attention.png")
+
+
+if __name__ == "__main__":
+    main()
