@@ -151,7 +151,7 @@ def _autocast(
 ) -> tuple[Tensor, Tensor, Tensor, Composition | None, Composition | None, Tensor | None]:
     """Everything in autocast's dtype where autocast is on, as PyTorch does it for its own attention."""
     device = query.device.type
-    if not torch.is_autocast_enabled(device) or query.dtype == torch.float64:
+    if query.dtype == torch.float64 or not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return query, key, value, pre, post, attn_mask
     dtype = torch.get_autocast_dtype(device)
 
