@@ -76,10 +76,8 @@ def composed_attention(
     Raises:
         ValueError: an argument has the wrong shape, dtype, device or value, or `backend` cannot serve the request.
     """
-    query, key, value, pre, post, attn_mask = _autocast(query, key, value, pre, post, attn_mask)
-    pre, post = (None if c is None or c.is_identity else c for c in (pre, post))
-    request = Request(query, key, value, pre, post, attn_mask, is_causal, window, dropout_p)
-    _validate(request)
+    request = _request(query, key, value, pre, post, attn_mask, is_causal, window, dropout_p)
+    query, key, value, pre, post, attn_mask = request[:6]
     backend = _choose(request, backend)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     if backend == "reference":
@@ -116,8 +114,7 @@ def explain(
     Raises:
         ValueError: as `composed_attention`.
     """
-    request = Request(*_autocast(query, key, value, pre, post, attn_mask), is_causal, window, dropout_p)
-    _validate(request)
+    request = _request(query, key, value, pre, post, attn_mask, is_causal, window, dropout_p)
     chosen = _choose(request, "auto")
     reasons = {}
     for mixer in _by_priority():
@@ -126,6 +123,25 @@ def explain(
         reasons[mixer.name] = refusal or ready
     reasons["reference"] = "the specification; taken only when named"
     return Explanation(chosen, reasons)
+
+
+def _request(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: Composition | None,
+    post: Composition | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    dropout_p: float,
+) -> Request:
+    """The arguments as a backend gets them: in autocast's dtype, without empty compositions, checked."""
+    pre, post = (None if c is None or c.is_identity else c for c in (pre, post))
+    tensors = _autocast(query, key, value, pre, post, attn_mask)
+    request = Request(*tensors, is_causal, window, dropout_p)
+    _validate(request)
+    return request
 
 
 def _by_priority() -> list[Mixer]:

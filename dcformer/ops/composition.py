@@ -14,7 +14,7 @@ from torch import Tensor
 class Composition(NamedTuple):
     """How the values of N heads at one (query, key) pair are mixed into N new ones.
 
-    With x the vector of the heads' values at query i and key j (design: "Compose", Section 3 of arXiv 2405.08553):
+    With x the vector of the heads' values at query i and key j (Section 3 of arXiv 2405.08553):
 
         y[m] = x[m] + sum_n x[n] base[n,m]
                     + sum_r (sum_n x[n] q1[i,r,n]) q2[i,r,m] + x[m] qg[i,m]

@@ -1,4 +1,4 @@
-"""The driver that all fast backends share: it walks over blocks of queries, makes the products and owns autograd.
+"""The driver that all fast backends share: it walks over blocks of queries, makes the products and, backward, all of it again.
 
     scores  = scale Q_block K_visible^T          batched GEMM
     weights = mix(scores, pre, post, mask)       the mixer's one pass

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from dcformer import Composition, composed_attention
 from dcformer.ops import composed_weights, explain, register_mixer
 from dcformer.ops.autograd import composed_attention_op
+from dcformer.ops.driver import Call, _spans
 from dcformer.ops.mixers import MIXERS
 from dcformer.ops.mixers.chunked import ChunkedMixer
 from dcformer.testing import make_inputs
@@ -269,6 +270,19 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(result.stdout) < 250  # MiB; the scores of all heads would be 2048
+
+
+@pytest.mark.parametrize("window", [1, 50, 300])
+def test_windows_cost_what_they_see(window):
+    """The pairs that the blocks cover grow with T W, not T^2, and are at most about twice those that are seen."""
+
+    def pairs(T):
+        q = torch.empty(1, 8, T, 4, device="meta")
+        call = Call(q, q, q, None, None, None, None, True, window, 1.0, 0.0, "chunked")
+        return sum((s.b.stop - s.b.start) * (s.t.stop - s.t.start) * (s.s.stop - s.s.start) for s in _spans(call))
+
+    assert pairs(8192) <= 2.1 * pairs(4096)
+    assert pairs(8192) <= 8192 * (2 * window + 32)
 
 
 def test_import_without_extras():

@@ -9,7 +9,7 @@ from dcformer.testing import Inputs, assert_within_budget, make_inputs
 
 BACKENDS = list(MIXERS)
 
-# Lengths, heads and head dims of style.md item 8, features spread over them.
+# Odd lengths, head counts and head dims, with the features spread over them.
 CASES = {
     "one": (dict(T=1), dict(is_causal=True)),
     "63": (dict(B=2, N=3, T=63, D=32), dict(is_causal=True)),
