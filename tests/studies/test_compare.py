@@ -3,6 +3,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from dcformer.models.counts import count_parameters
@@ -40,6 +42,19 @@ def tiny_config(**changes):
 
 def tiny_settings(out, **changes):
     return TrainSettings(out=str(out), **{"steps": 6, "batch_size": 2, "eval_every": 2, "eval_rows": 4, **changes})
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """A comparison with two seeds: its folder, its report, what it showed."""
+    out, shown = tmp_path_factory.mktemp("whole") / "out", io.StringIO()
+    return out, compare(tiny_config(), data, tiny_settings(out), seeds=2, console=Console(file=shown)), shown.getvalue()
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    """A copy of its folder, to do as one likes with."""
+    return Path(shutil.copytree(whole[0], tmp_path / "copied"))
 
 
 def losses(report):
@@ -82,9 +97,8 @@ def test_equal_shape_takes_only_the_composition_away():
         baseline(config, "size")
 
 
-def test_a_whole_comparison(data, tmp_path):
-    out, shown = tmp_path / "out", io.StringIO()
-    report = compare(tiny_config(), data, tiny_settings(out), seeds=2, console=Console(file=shown))
+def test_a_whole_comparison(whole):
+    out, report, shown = whole
     assert {path.name for path in out.iterdir()} == {
         *("compare.json", "curves.png", "curves.svg"),
         *("dcformer", "transformer", "dcformer-seed1", "transformer-seed1"),
@@ -104,7 +118,7 @@ def test_a_whole_comparison(data, tmp_path):
         assert [e["tokens"] for e in run["evaluations"]] == [64, 128, 192]
         assert all(math.isfinite(e[name]) for e in run["evaluations"] for name in ("loss", "perplexity", "bits_per_byte"))
         assert (out / run["folder"] / "model.safetensors").exists()
-        assert f"{run['folder']}: step 6/6" in shown.getvalue()
+        assert f"{run['folder']}: step 6/6" in shown
     assert report["models"]["dcformer"]["flops_per_token"] > report["models"]["transformer"]["flops_per_token"]
     final = {run["folder"]: run["evaluations"][-1]["loss"] for run in report["runs"]}
     differences = [final[f"dcformer{s}"] - final[f"transformer{s}"] for s in ("", "-seed1")]
@@ -113,43 +127,45 @@ def test_a_whole_comparison(data, tmp_path):
     assert xml.etree.ElementTree.parse(out / "curves.svg").getroot().tag.endswith("svg")
 
 
-def test_finished_runs_are_not_run_again_and_seeds_can_be_added(data, tmp_path):
-    first = compare(tiny_config(), data, tiny_settings(tmp_path))
-    written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*") if path.is_file()}
-    stored = strict_json(tmp_path / "compare.json")
-    stored["runs"][0]["provenance"] = {"machine": "another one"}
-    (tmp_path / "compare.json").write_text(json.dumps(stored))
+def test_finished_runs_are_not_run_again_and_seeds_can_be_added(data, whole, copied):
+    for folder in copied.glob("*-seed1"):
+        shutil.rmtree(folder)
+    written = {path: path.stat().st_mtime_ns for path in copied.glob("*/*") if path.is_file()}
+    stored = strict_json(copied / "compare.json")
+    for run in stored["runs"]:
+        run["provenance"] = {"machine": "another one"}
+    (copied / "compare.json").write_text(json.dumps(stored))
 
-    both = compare(tiny_config(), data, tiny_settings(tmp_path), seeds=2)
-    assert both["runs"][0]["provenance"] == {"machine": "another one"}
-    assert both["runs"][2]["provenance"] == both["provenance"] == provenance()
+    report = compare(tiny_config(), data, tiny_settings(copied), seeds=2)
+    assert losses(report) == losses(whole[1])
     assert {path: path.stat().st_mtime_ns for path in written} == written
-    assert losses(both)["dcformer"] == losses(first)["dcformer"]
-    assert losses(both)["dcformer-seed1"] != losses(first)["dcformer"]
-    assert both["difference"]["count"] == 2
+    assert [run["provenance"] for run in report["runs"][:2]] == [{"machine": "another one"}] * 2
+    assert [run["provenance"] for run in report["runs"][2:]] == [report["provenance"]] * 2
+    assert report["provenance"] == provenance()
+    assert report["complete"] is True and report["difference"]["count"] == 2
 
 
 _KILLED = """
-import os, signal, sys
-from test_compare import tiny_config, tiny_settings, compare, DataSettings
-from dcformer.training import metrics
+import os, signal
+from test_compare import DataSettings, compare, tiny_config, tiny_settings
+from dcformer.training.metrics import MetricsCallback
 
-write, target = metrics.MetricsCallback._write, sys.argv[2]
+write = MetricsCallback._write
 
 def write_or_die(self, line, state):
     write(self, line, state)
-    if self.path.parent.name == target and line["step"] == 5:
+    if self.path.parent.name == "transformer" and line["step"] == 5:
         os.kill(os.getpid(), signal.SIGKILL)
 
-metrics.MetricsCallback._write = write_or_die
-compare(tiny_config(), DataSettings(**eval(sys.argv[3])), tiny_settings(sys.argv[1]))
+MetricsCallback._write = write_or_die
+compare(tiny_config(), {data!r}, tiny_settings({out!r}))
 """
 
 
-def test_a_killed_comparison_goes_on_and_ends_the_same(data, tmp_path):
-    undisturbed = compare(tiny_config(), data, tiny_settings(tmp_path / "whole"))
-    command = [sys.executable, "-c", _KILLED, str(tmp_path / "killed"), "transformer", repr(vars(data))]
-    killed = subprocess.run(command, cwd=Path(__file__).parent, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)})
+def test_a_killed_comparison_goes_on_and_ends_the_same(data, whole, tmp_path):
+    here = str(Path(__file__).parent)
+    script = _KILLED.format(data=data, out=str(tmp_path / "killed"))
+    killed = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": here})
     assert killed.returncode == -signal.SIGKILL
     partial = strict_json(tmp_path / "killed" / "compare.json")
     assert partial["complete"] is False and [run["folder"] for run in partial["runs"]] == ["dcformer"]
@@ -159,7 +175,8 @@ def test_a_killed_comparison_goes_on_and_ends_the_same(data, tmp_path):
     finished = (tmp_path / "killed" / "dcformer" / "result.json").stat().st_mtime_ns
     resumed = compare(tiny_config(), data, tiny_settings(tmp_path / "killed"))
     assert (tmp_path / "killed" / "dcformer" / "result.json").stat().st_mtime_ns == finished
-    assert losses(resumed) == losses(undisturbed)
+    undisturbed = losses(whole[1])
+    assert losses(resumed) == {folder: undisturbed[folder] for folder in ("dcformer", "transformer")}
 
 
 def test_diverged_runs_are_listed(data, tmp_path):
@@ -183,16 +200,15 @@ def test_bad_input(data, tmp_path):
     assert (tmp_path / "compare.json").read_text() == "[]"
 
 
-def test_a_comparison_with_other_settings_is_not_mixed_in(data, tmp_path):
-    compare(tiny_config(), data, tiny_settings(tmp_path))
-    before = (tmp_path / "compare.json").read_text()
+def test_a_comparison_with_other_settings_is_not_mixed_in(data, copied):
+    before = (copied / "compare.json").read_text()
     with pytest.raises(ValueError, match="learning_rate"):
-        compare(tiny_config(), data, tiny_settings(tmp_path, learning_rate=0.5))
-    assert (tmp_path / "compare.json").read_text() == before
+        compare(tiny_config(), data, tiny_settings(copied, learning_rate=0.5))
+    assert (copied / "compare.json").read_text() == before
 
 
-def test_nothing_half_written_stays_of_a_plot_that_fails(data, tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
+def test_a_full_disk_leaves_nothing_half_written(data, copied, monkeypatch):
+    before = (copied / "curves.png").read_bytes()
 
     def full(self, path, **kwargs):
         Path(path).write_bytes(b"half")
@@ -200,9 +216,10 @@ def test_nothing_half_written_stays_of_a_plot_that_fails(data, tmp_path, monkeyp
 
     monkeypatch.setattr(Figure, "savefig", full)
     with pytest.raises(OSError, match=r"could not write the plot .*No space left on device"):
-        compare(tiny_config(), data, tiny_settings(tmp_path))
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith("curves") or path.name.endswith(".part")]
-    assert strict_json(tmp_path / "compare.json")["complete"] is True
+        compare(tiny_config(), data, tiny_settings(copied), seeds=2)
+    assert (copied / "curves.png").read_bytes() == before
+    assert not list(copied.glob("*.part"))
+    assert strict_json(copied / "compare.json")["complete"] is True
 
 
 def test_the_demo_preset_is_a_small_dcformer():
