@@ -136,7 +136,6 @@ def train(
 ) -> None:
     """Train a language model."""
     from dcformer import training
-    from dcformer.studies.compare import with_vocabulary
 
     given = _given(context)
     data_settings = training.DataSettings(**_fields_of(training.DataSettings, given))
@@ -146,7 +145,7 @@ def train(
         model_config.compose = None
     prepared = training.prepare_data(data_settings)
     result = training.train(
-        with_vocabulary(model_config, prepared.tokenizer), prepared, settings, console=_console(stderr=True)
+        training.with_vocabulary(model_config, prepared.tokenizer), prepared, settings, console=_console(stderr=True)
     )
     last = result.evaluations[-1]
     typer.echo(f"{out}: {result.parameters:,} parameters, {result.steps} steps, {result.tokens_per_second:,.0f} tokens/s")
@@ -231,6 +230,8 @@ def generate(
     import torch
     from transformers import TextStreamer, set_seed
 
+    from dcformer.training.files import explained_disk_errors, write_text
+
     model, tokenizer = _load(checkpoint)
     if prompt == "-":
         prompt = sys.stdin.read()
@@ -249,9 +250,8 @@ def generate(
     )
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        part = out.with_name(f".{out.name}.part")
-        part.write_text(tokenizer.decode(tokens[0], skip_special_tokens=True) + "\n", encoding="utf-8")
-        part.replace(out)
+        with explained_disk_errors("the sample", out.parent):
+            write_text(out, tokenizer.decode(tokens[0], skip_special_tokens=True) + "\n")
 
 
 def run(arguments: list[str] | None = None) -> None:

@@ -53,7 +53,8 @@ def composed_attention(
 
     It takes what `torch.nn.functional.scaled_dot_product_attention` takes, and without `pre` and `post` gives what it gives.
     Heads share keys and values where N is a multiple of K (no `enable_gqa` needed). Under autocast all inputs are cast to its
-    dtype. Differentiable once in every floating-point input; backend "reference" also twice.
+    dtype. Differentiable once, in reverse mode, in every floating-point input; for second derivatives, forward mode and
+    `torch.func` take backend "reference".
 
     Args:
         query: [B, N, T, D].
@@ -191,10 +192,11 @@ def _validate(request: Request) -> None:
         raise ValueError(f"key has head_dim {key.shape[3]} and query {D}; they must be equal and at least 1")
     if value.shape[1:3] != key.shape[1:3]:
         raise ValueError(f"value has heads and length {tuple(value.shape[1:3])}, key {(K, S)}; they must be equal")
-    if K == 0 or N % K != 0:
+    if N == 0 or K == 0 or N % K != 0:
         raise ValueError(f"query has {N} heads and key {K}; the query heads must be a multiple of the key heads")
-    if request.window is not None and request.window < 1:
-        raise ValueError(f"window={request.window} must be at least 1 (the query itself), or None for no window")
+    window = request.window
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or not 1 <= window < 1 << 62):
+        raise ValueError(f"window={window!r} must be a whole number from 1 (the query itself), or None for no window")
     if not 0 <= request.dropout_p <= 1:
         raise ValueError(f"dropout_p={request.dropout_p} must be between 0 and 1")
     _same_kind("key", key, query)

@@ -24,7 +24,7 @@ def write_text(path: Path, content: str) -> None:
     """As `write_json`. A kill may leave a hidden file whose name ends in `.partial`."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(content)
+        partial.write_text(content, encoding="utf-8")
         publish(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 # What published tokenizer.json files call the end of a text; the file itself does not say which token it is.
@@ -59,3 +61,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
             f"tokenizer={name!r} has no end-of-text token; a folder whose tokenizer_config.json has eos_token would do"
         )
     return tokenizer
+
+
+def with_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """A copy of a model's configuration with the tokenizer's vocabulary size."""
+    config = copy.deepcopy(config)
+    config.vocab_size = len(tokenizer)
+    return config

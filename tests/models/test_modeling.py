@@ -259,3 +259,14 @@ def test_embeddings_can_be_tied(make, tokens):
     model = make(tie_word_embeddings=True)
     assert model.lm_head.weight is model.get_input_embeddings().weight
     assert model(tokens(1, 5)).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_a_mask_longer_than_the_positions_is_cut_and_a_shorter_one_refused(make, tokens):
+    model, ids = make(sliding_window=3, window_pattern="LG").eval(), tokens(3, 9)
+    long = torch.cat([torch.ones(3, 9, dtype=torch.long), torch.zeros(3, 3, dtype=torch.long)], 1)
+    close(model(ids, attention_mask=long).logits, model(ids).logits)
+    cache = model(ids[:, :5], attention_mask=long, use_cache=True).cache
+    close(model(ids[:, 5:], attention_mask=long, cache=cache).logits, model(ids).logits[:, 5:])
+    with pytest.raises(ValueError, match="attention_mask has length 5; it must cover all 9 positions"):
+        model(ids, attention_mask=torch.ones(3, 5, dtype=torch.long))

@@ -208,7 +208,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
         finished = attention_mask is not None and attention_mask.dim() == 4
         grows = cache is None or (isinstance(cache, Cache) and not any(isinstance(c, StaticLayer) for c in cache.layers))
         if self.config.compose is not None and grows and not finished:
-            mask = _hidden_besides(attention_mask, position_ids, cache)
+            length = hidden.shape[1] + (0 if cache is None else cache.get_seq_length())
+            mask = _hidden_besides(attention_mask, position_ids, cache, length)
             return {kind: mask for kind in self.layer_types}, True
         makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
         return {
@@ -216,10 +217,19 @@ class DCFormerModel(DCFormerPreTrainedModel):
         }, False
 
 
-def _hidden_besides(attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None) -> Tensor | None:
-    """What is hidden besides causality and windows: padding [B, 1, 1, S], or other documents of a packed row [B, 1, T, T]."""
+def _hidden_besides(
+    attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None, length: int
+) -> Tensor | None:
+    """What is hidden besides causality and windows: padding [B, 1, 1, S], or other documents of a packed row [B, 1, T, T].
+
+    A mask may reach past the `length` positions that there are so far, as when a prompt comes in chunks.
+    """
     if attention_mask is not None:
-        padding = attention_mask.bool()
+        if attention_mask.shape[1] < length:
+            raise ValueError(
+                f"attention_mask has length {attention_mask.shape[1]}; it must cover all {length} positions so far"
+            )
+        padding = attention_mask[:, :length].bool()
         # Reading the mask would break a compiled graph.
         return None if not torch.compiler.is_compiling() and padding.all() else padding[:, None, None, :]
     if position_ids is None or cache is not None:
