@@ -197,7 +197,7 @@ def main() -> None:
         backends = [SDPA, "cpu"]
         if case.T <= 2048:
             backends.append("chunked")
-        if (case.T, case.N, case.D) == (2048, 16, 64):
+        if case == replace(Case(), passes=case.passes):  # it is too slow for more
             backends.append("reference")
         rounds = arguments.rounds if case.T <= 2048 and case.dtype == "fp32" else max(2, arguments.rounds // 3)
         for line in measure(case, backends, rounds):
