@@ -130,7 +130,8 @@ def measure(case: Case, backends: list[str], rounds: int) -> list[Line]:
 
 
 MEMORY = """
-import resource, sys, torch
+import sys, torch
+from pathlib import Path
 from dcformer import composed_attention
 from dcformer.testing import make_inputs
 length, backend, passes = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -139,7 +140,8 @@ small = make(64)
 composed_attention(*small.call(), is_causal=True, backend=backend).sum().backward()  # libraries are loaded
 inputs = make(length)
 size = sum(t.numel() * t.element_size() for t in inputs.floats())
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+peak = lambda: 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
 before = peak()
 if passes == "forward":
     with torch.no_grad():
@@ -190,10 +192,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/attention"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="small shapes only, to see that it runs")
+    parser.add_argument("--memory-only", action="store_true", help="measure memory again and leave the times as they are")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     lines: list[Line] = []
-    for case in cases(arguments.quick):
+    for case in [] if arguments.memory_only else cases(arguments.quick):
         backends = [SDPA, "cpu"]
         if case.T <= 2048:
             backends.append("chunked")
@@ -206,9 +209,11 @@ def main() -> None:
     memory = measure_memory([256] if arguments.quick else [8192], ["cpu", "chunked"])
     for row in memory:
         print(row)
+    write_csv(arguments.out / "memory.csv", memory)
+    if arguments.memory_only:
+        return
     names = [field.name for field in fields(Line)]
     write_csv(arguments.out / "attention.csv", [dict(zip(names, astuple(line), strict=True)) for line in lines])
-    write_csv(arguments.out / "memory.csv", memory)
     (arguments.out / "attention.json").write_text(json.dumps({"command": sys.argv, **provenance()}, indent=1) + "\n")
     plot(lines, arguments.out / "attention.png")
 
