@@ -75,6 +75,10 @@ LearningRate = Annotated[
     float | None,
     typer.Option("--learning-rate", "--lr", help="The peak.", show_default="1e-3", rich_help_panel="Training"),
 ]
+CompositionRatio = Annotated[
+    float | None,
+    typer.Option(help="Share of it that composition weights take.", show_default="1", rich_help_panel="Training"),
+]
 WarmupSteps = Annotated[
     int | None, typer.Option(help="Steps of linear warm-up.", show_default="a tenth", rich_help_panel="Training")
 ]
@@ -126,6 +130,7 @@ def train(
     batch_size: BatchSize = None,
     gradient_accumulation: Accumulation = None,
     learning_rate: LearningRate = None,
+    composition_learning_rate_ratio: CompositionRatio = None,
     warmup_steps: WarmupSteps = None,
     seed: Seed = None,
     bf16: Bf16 = None,
@@ -178,6 +183,7 @@ def compare(
     batch_size: BatchSize = None,
     gradient_accumulation: Accumulation = None,
     learning_rate: LearningRate = None,
+    composition_learning_rate_ratio: CompositionRatio = None,
     warmup_steps: WarmupSteps = None,
     seed: Seed = None,
     bf16: Bf16 = None,

@@ -2,16 +2,18 @@
 
 from dcformer.ops.api import Explanation, composed_attention, explain
 from dcformer.ops.composition import Composition
-from dcformer.ops.mixers import Block, BlockGrads, Mixer, Request, register_mixer
+from dcformer.ops.driver import Block, BlockGrads, BlockMixer
+from dcformer.ops.mixers import Call, Mixer, register_mixer
 from dcformer.ops.reference import composed_weights
 
 __all__ = [
     "Block",
     "BlockGrads",
+    "BlockMixer",
+    "Call",
     "Composition",
     "Explanation",
     "Mixer",
-    "Request",
     "composed_attention",
     "composed_weights",
     "explain",

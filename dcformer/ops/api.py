@@ -13,7 +13,7 @@ from torch import Tensor
 from dcformer.ops import reference
 from dcformer.ops.autograd import composed_attention_op
 from dcformer.ops.composition import Composition
-from dcformer.ops.mixers import MIXERS, Mixer, Request, register_mixer
+from dcformer.ops.mixers import MIXERS, Call, Mixer, register_mixer
 from dcformer.ops.mixers.chunked import ChunkedMixer
 from dcformer.ops.mixers.cpu import CpuMixer
 
@@ -75,25 +75,21 @@ def composed_attention(
         [B, N, T, Dv] in the dtype of `query`. A row that sees no key is zero, and so are its gradients.
 
     Raises:
-        ValueError: an argument has the wrong shape, dtype, device or value, or `backend` cannot serve the request.
+        ValueError: an argument has the wrong shape, dtype, device or value, or `backend` cannot serve the call.
     """
-    request = _request(query, key, value, pre, post, attn_mask, is_causal, window, dropout_p)
-    query, key, value, pre, post, attn_mask = request[:6]
-    backend = _choose(request, backend)
-    scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    call = _call(query, key, value, pre, post, attn_mask, is_causal, window, scale, dropout_p)
+    backend = _choose(call, backend)
     if backend == "reference":
         with torch.autocast(query.device.type, enabled=False):
             return reference.composed_attention(
-                query, key, value, pre, post,
-                attn_mask=attn_mask, is_causal=is_causal, window=window, scale=scale, dropout_p=dropout_p,
+                *call[:5],
+                attn_mask=call.attn_mask, is_causal=is_causal, window=window, scale=call.scale, dropout_p=dropout_p,
             )  # fmt: skip
-    if attn_mask is not None:
-        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    pre, post = call.pre or Composition(), call.post or Composition()
     seed = torch.randint(1 << 48, (), device="cpu") if dropout_p > 0 else None
-    pre, post = pre or Composition(), post or Composition()
     out, _ = composed_attention_op(
-        query, key, value, *pre[:3], *post[:3], attn_mask, seed,
-        pre.groups, post.groups, is_causal, window, scale, dropout_p, backend,
+        *call[:3], *pre[:3], *post[:3], call.attn_mask, seed,
+        pre.groups, post.groups, is_causal, window, call.scale, dropout_p, backend,
     )  # fmt: skip
     return out
 
@@ -115,18 +111,18 @@ def explain(
     Raises:
         ValueError: as `composed_attention`.
     """
-    request = _request(query, key, value, pre, post, attn_mask, is_causal, window, dropout_p)
-    chosen = _choose(request, "auto")
+    call = _call(query, key, value, pre, post, attn_mask, is_causal, window, None, dropout_p)
+    chosen = _choose(call, "auto")
     reasons = {}
     for mixer in _by_priority():
-        refusal = mixer.refuses(request)
+        refusal = mixer.refuses(call)
         ready = "chosen" if mixer.name == chosen else f"could serve, but {chosen!r} is faster"
         reasons[mixer.name] = refusal or ready
     reasons["reference"] = "the specification; taken only when named"
     return Explanation(chosen, reasons)
 
 
-def _request(
+def _call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -135,29 +131,32 @@ def _request(
     attn_mask: Tensor | None,
     is_causal: bool,
     window: int | None,
+    scale: float | None,
     dropout_p: float,
-) -> Request:
-    """The arguments as a backend gets them: in autocast's dtype, without empty compositions, checked."""
+) -> Call:
+    """The arguments as a backend gets them, but for the seed: in autocast's dtype, without empty compositions, checked."""
     pre, post = (None if c is None or c.is_identity else c for c in (pre, post))
-    tensors = _autocast(query, key, value, pre, post, attn_mask)
-    request = Request(*tensors, is_causal, window, dropout_p)
-    _validate(request)
-    return request
+    query, key, value, pre, post, attn_mask = _autocast(query, key, value, pre, post, attn_mask)
+    call = Call(query, key, value, pre, post, attn_mask, None, is_causal, window, 1.0, dropout_p)
+    _validate(call)
+    if attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    return call._replace(attn_mask=attn_mask, scale=query.shape[3] ** -0.5 if scale is None else float(scale))
 
 
 def _by_priority() -> list[Mixer]:
     return sorted(MIXERS.values(), key=lambda mixer: -mixer.priority)
 
 
-def _choose(request: Request, backend: str) -> str:
+def _choose(call: Call, backend: str) -> str:
     if backend == "reference":
         return backend
     if backend == "auto":
-        return next(mixer.name for mixer in _by_priority() if mixer.refuses(request) is None)
+        return next(mixer.name for mixer in _by_priority() if mixer.refuses(call) is None)
     if backend not in MIXERS:
         known = ", ".join(repr(name) for name in ("auto", "reference", *MIXERS))
         raise ValueError(f"backend={backend!r} is unknown; choose one of {known}")
-    refusal = MIXERS[backend].refuses(request)
+    refusal = MIXERS[backend].refuses(call)
     if refusal is not None:
         raise ValueError(f"backend={backend!r} cannot serve this request: {refusal}")
     return backend
@@ -178,8 +177,8 @@ def _autocast(
     return query.to(dtype), key.to(dtype), value.to(dtype), pre, post, attn_mask
 
 
-def _validate(request: Request) -> None:
-    query, key, value = request.query, request.key, request.value
+def _validate(call: Call) -> None:
+    query, key, value = call.query, call.key, call.value
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be [batch, heads, length, head_dim]")
@@ -194,17 +193,17 @@ def _validate(request: Request) -> None:
         raise ValueError(f"value has heads and length {tuple(value.shape[1:3])}, key {(K, S)}; they must be equal")
     if N == 0 or K == 0 or N % K != 0:
         raise ValueError(f"query has {N} heads and key {K}; the query heads must be a multiple of the key heads")
-    window = request.window
+    window = call.window
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or not 1 <= window < 1 << 62):
         raise ValueError(f"window={window!r} must be a whole number from 1 (the query itself), or None for no window")
-    if not 0 <= request.dropout_p <= 1:
-        raise ValueError(f"dropout_p={request.dropout_p} must be between 0 and 1")
+    if not 0 <= call.dropout_p <= 1:
+        raise ValueError(f"dropout_p={call.dropout_p} must be between 0 and 1")
     _same_kind("key", key, query)
     _same_kind("value", value, query)
-    for name, composition in (("pre", request.pre), ("post", request.post)):
+    for name, composition in (("pre", call.pre), ("post", call.post)):
         if composition is not None:
             _validate_composition(name, composition, query, S)
-    mask = request.attn_mask
+    mask = call.attn_mask
     if mask is not None:
         if mask.dtype != torch.bool:
             _same_kind("attn_mask", mask, query, " or bool")

@@ -1,4 +1,4 @@
-"""The driver as two operators of PyTorch, with shapes for the compiler and a backward for autograd.
+"""Composed attention as two operators of PyTorch, with shapes for the compiler and a backward for autograd.
 
 Registered operators are opaque to `torch.compile`: block loops are not unrolled and a new length compiles nothing.
 """
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcformer.ops import driver
 from dcformer.ops.composition import Composition
-from dcformer.ops.driver import Call
+from dcformer.ops.driver import mixing_dtype
+from dcformer.ops.mixers import MIXERS, Call
 
 
 def _composition(base: Tensor | None, query: Tensor | None, key: Tensor | None, groups: int) -> Composition | None:
@@ -44,15 +44,15 @@ def composed_attention_op(
     """Output [B, N, T, D] and the row statistics [B, N, T, 2]. `seed` is an int64 scalar on the CPU, given with dropout."""
     pre = _composition(pre_base, pre_query, pre_key, pre_groups)
     post = _composition(post_base, post_query, post_key, post_groups)
-    call = Call(query, key, value, pre, post, attn_mask, seed, is_causal, window, scale, dropout_p, mixer)
+    call = Call(query, key, value, pre, post, attn_mask, seed, is_causal, window, scale, dropout_p)
     with torch.autocast(query.device.type, enabled=False):  # the products inside have chosen their dtypes
-        return driver.forward(call)
+        return MIXERS[mixer].forward(call)
 
 
 @composed_attention_op.register_fake
 def _(query, key, value, *_args):  # type: ignore[no-untyped-def]
     B, N, T, _ = query.shape
-    statistics = query.new_empty((B, N, T, 2), dtype=driver.mixing_dtype(query.dtype))
+    statistics = query.new_empty((B, N, T, 2), dtype=mixing_dtype(query.dtype))
     return query.new_empty((B, N, T, value.shape[3])), statistics
 
 
@@ -83,16 +83,10 @@ def composed_attention_backward_op(
     """Gradients of those of query, key, value, the six parts and the mask that are there, in this order."""
     pre = _composition(pre_base, pre_query, pre_key, pre_groups)
     post = _composition(post_base, post_query, post_key, post_groups)
-    call = Call(query, key, value, pre, post, attn_mask, seed, is_causal, window, scale, dropout_p, mixer)
+    call = Call(query, key, value, pre, post, attn_mask, seed, is_causal, window, scale, dropout_p)
     with torch.autocast(query.device.type, enabled=False):
-        dquery, dkey, dvalue, dpre, dpost, dmask = driver.backward(call, grad_out, statistics, mask_needs_grad)
-    grads = [dquery, dkey, dvalue, *(dpre or Composition())[:3], *(dpost or Composition())[:3], dmask]
-    parts = [query, key, value, *(pre or Composition())[:3], *(post or Composition())[:3], attn_mask]
-    return [
-        grad.to(part.dtype).contiguous()
-        for grad, part in zip(grads, parts, strict=True)
-        if grad is not None and part is not None
-    ]
+        grads = MIXERS[mixer].backward(call, grad_out, statistics, mask_needs_grad)
+    return [grad.to(query.dtype).contiguous() for grad in grads]
 
 
 @composed_attention_backward_op.register_fake

@@ -1,4 +1,4 @@
-"""The driver that all fast backends share: it walks over blocks of queries, makes the products and, backward, all of it again.
+"""The driver: it walks over blocks of queries, makes the products and lets a `BlockMixer` mix; backward again.
 
     scores  = scale Q_block K_visible^T          batched GEMM
     weights = mix(scores, pre, post, mask)       the mixer's one pass
@@ -11,39 +11,82 @@ B batch, T queries, S keys, N heads, K key/value heads, H = N/K query heads a ke
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dcformer.ops.composition import Composition
-from dcformer.ops.mixers import MIXERS, Block, BlockGrads, Workspace
+from dcformer.ops.mixers import Call
 
 # Scores of one block, all heads: small enough for the last-level cache with its few companions.
 _CPU_BLOCK, _GPU_BLOCK = 1 << 21, 1 << 25
 _MIN_QUERIES = 28
 
 
-class Call(NamedTuple):
-    """What one call of the operator is about; the shapes are those of `dcformer.composed_attention`, masks are 4-D.
+@dataclass
+class Block:
+    """What belongs to one block of queries, as views into the whole. Floats have the dtype of the scores.
 
-    `seed` is an int64 scalar on the CPU, given where `dropout_p` is above 0. `mixer` is a name in `MIXERS`.
+    Attributes:
+        pre, post: compositions with `query` [B, C, 2R+1, N] and `key` [B, S, 2R+1, N], or `None`. Rows of `base` and
+            `query` are contiguous; `key` has stride 1 along S.
+        mask: bool (True = visible) or float (added), [B or 1, N or 1, C or 1, S or 1], or `None`.
+        lower, upper: query c sees only the keys j with c + lower <= j < c + upper; `None` means no bound.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
     pre: Composition | None
     post: Composition | None
     mask: Tensor | None
-    seed: Tensor | None
-    is_causal: bool
-    window: int | None
-    scale: float
-    dropout_p: float
-    mixer: str
+    lower: int | None
+    upper: int | None
+
+
+@dataclass
+class BlockGrads:
+    """Where `mix_backward` adds its gradients: views of accumulators, with shapes, layout and dtype of the block's parts."""
+
+    pre: Composition | None
+    post: Composition | None
+    mask: Tensor | None
+
+
+class BlockMixer(ABC):
+    """A mixer that mixes the scores of one block of queries; this class walks over the blocks and makes the products.
+
+    Scores come already scaled, [B, N, C, S], in float32, or in float64 for float64 inputs.
+    """
+
+    name: str
+    priority: int
+
+    @abstractmethod
+    def refuses(self, call: Call) -> str | None:
+        """See `Mixer.refuses`."""
+
+    @abstractmethod
+    def mix_forward(self, scores: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Compose, mask, softmax, compose: the weights [B, N, C, S] and the row statistics [B, N, C, 2] of `Mixer.forward`.
+
+        It may overwrite the scores.
+        """
+
+    @abstractmethod
+    def mix_backward(
+        self, scores: Tensor, dweights: Tensor, statistics: Tensor, block: Block, grads: BlockGrads
+    ) -> tuple[Tensor, Tensor]:
+        """The weights again and the gradient of the scores, both [B, N, C, S]; adds to `grads`. It may overwrite its inputs."""
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        """See `Mixer.forward`."""
+        return _forward(self, call)
+
+    def backward(self, call: Call, grad_out: Tensor, statistics: Tensor, mask_needs_grad: bool) -> list[Tensor]:
+        """See `Mixer.backward`. The scores are made again, block by block."""
+        return _backward(self, call, grad_out, statistics, mask_needs_grad)
 
 
 @dataclass(frozen=True)
@@ -65,7 +108,7 @@ def _spans(call: Call) -> Iterator[_Span]:
     most = T if window is None else max(_MIN_QUERIES, window)
     widest = S if window is None else min(S, most + window)
     C = min(most, max(_MIN_QUERIES, limit // max(1, N * widest)))
-    C = max(1, T) if C >= T else C - (C - 4) % 8  # an odd multiple of 4: see _row_stride
+    C = max(1, min(C, T))
     rows = max(1, min(B, limit // max(1, N * C * widest)))
     for t0 in range(0, T, C):
         t1 = min(T, t0 + C)
@@ -102,38 +145,33 @@ def _mask_part(mask: Tensor | None, span: _Span) -> Tensor | None:
     return mask[b, :, t, s]
 
 
-def _row_stride(S: int) -> int:
-    """Room for the S scores of a row: an odd multiple of 8 floats.
-
-    With C an odd multiple of 4 a head's scores then start 32 times an odd number of floats after those of the head before. A
-    power of two would put the heads of one key into the same few lines of the cache.
-    """
-    return 8 * ((S + 7) // 8 | 1)
-
-
 class _Mixing:
     """What a mixer is given, laid out once a call: in the dtype of the scores, key-wise weights contiguous along the keys."""
 
     def __init__(self, call: Call):
         self.dtype = mixing_dtype(call.query.dtype)
         self.pre, self.post = _laid_out(call.pre, self.dtype), _laid_out(call.post, self.dtype)
-        self.mask = call.mask
+        self.mask = call.attn_mask
         if self.mask is not None and self.mask.dtype != torch.bool:
             self.mask = self.mask.to(self.dtype)
         self.spans = list(_spans(call))
-        self.heads = call.query.shape[1]
-        sizes = ((p.b.stop - p.b.start) * (p.t.stop - p.t.start) * _row_stride(p.s.stop - p.s.start) for p in self.spans)
-        self.workspace = Workspace(self.heads * max(sizes, default=0), self.dtype, call.query.device)
+        self.heads, self.device = call.query.shape[1], call.query.device
+        self._buffers: dict[str, Tensor] = {}
+
+    def _shape(self, span: _Span) -> tuple[int, ...]:
+        return span.b.stop - span.b.start, self.heads, span.t.stop - span.t.start, span.s.stop - span.s.start
 
     def scores(self, name: str, span: _Span) -> Tensor:
-        """The buffer of that name as the scores of a block, [B, N, C, S] with padded rows."""
-        S = span.s.stop - span.s.start
-        rows = (span.b.stop - span.b.start, self.heads, span.t.stop - span.t.start)
-        return self.workspace.take(name, (*rows, _row_stride(S)))[..., :S]
+        """The buffer of that name as the scores of a block, [B, N, C, S]; one for all blocks, since fresh pages are slow."""
+        if name not in self._buffers:
+            size = max(math.prod(self._shape(span)) for span in self.spans)
+            self._buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
+        shape = self._shape(span)
+        return self._buffers[name][: math.prod(shape)].view(shape)
 
     def block(self, span: _Span) -> Block:
         pre, post, mask = _part(self.pre, span), _part(self.post, span), _mask_part(self.mask, span)
-        return Block(pre, post, mask, span.lower, span.upper, self.workspace)
+        return Block(pre, post, mask, span.lower, span.upper)
 
 
 def _laid_out(composition: Composition | None, dtype: torch.dtype) -> Composition | None:
@@ -213,9 +251,8 @@ class _Dropout:
         return weights.masked_fill_(dropped, 0).mul_(1 / (1 - self.p) if self.p < 1 else 0)
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """The output [B, N, T, D] and the row statistics [B, N, T, 2] of `Mixer.mix_forward`."""
-    mixer, mixing = MIXERS[call.mixer], _Mixing(call)
+def _forward(mixer: BlockMixer, call: Call) -> tuple[Tensor, Tensor]:
+    mixing = _Mixing(call)
     query, key, value = _operands(call.query, call.key, call.value)
     (B, N, T, _), K = query.shape, key.shape[1]
     out = query.new_zeros(B, N, T, value.shape[3])
@@ -231,14 +268,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     return out.to(call.query.dtype), statistics
 
 
-def backward(
-    call: Call, grad_out: Tensor, statistics: Tensor, mask_needs_grad: bool
-) -> tuple[Tensor, Tensor, Tensor, Composition | None, Composition | None, Tensor | None]:
-    """Gradients of query, key, value, pre, post and (where `mask_needs_grad`) the mask, in `mixing_dtype`.
-
-    The scores are made again, block by block.
-    """
-    mixer, mixing = MIXERS[call.mixer], _Mixing(call)
+def _backward(mixer: BlockMixer, call: Call, grad_out: Tensor, statistics: Tensor, mask_needs_grad: bool) -> list[Tensor]:
+    mixing = _Mixing(call)
     query, key, value, grad_out = _operands(call.query, call.key, call.value, grad_out)
     K, dtype = key.shape[1], mixing.dtype
     dquery, dkey, dvalue = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (query, key, value))
@@ -258,4 +289,5 @@ def backward(
         dquery[span.b, :, span.t] = _product(dscores, k, call.scale).view(*scores.shape[:3], -1)
         _product_into(_fold_keys(dkey, span), dscores.transpose(1, 2), q, call.scale, beta=1)
         _product_into(_fold_keys(dvalue, span), weights.transpose(1, 2), do, beta=1)
-    return dquery, dkey, dvalue, dpre, dpost, dmask
+    found = [dquery, dkey, dvalue, *(dpre or Composition())[:3], *(dpost or Composition())[:3], dmask]
+    return [grad for grad in found if grad is not None]

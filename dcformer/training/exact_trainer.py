@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
+from dcformer.nn import Compose
 from dcformer.training.files import explained_disk_errors
 from dcformer.training.run_folder import RunFolder
 
@@ -24,11 +25,13 @@ class ExactTrainer(Trainer):
     Args:
         folder: of the run.
         keep_checkpoints: how many of the newest checkpoints stay.
+        composition_learning_rate_ratio: learning rate of the weights of `Compose`, as a share of all others'.
         kwargs: the Trainer's.
     """
 
-    def __init__(self, folder: RunFolder, keep_checkpoints: int, **kwargs: Any):
+    def __init__(self, folder: RunFolder, keep_checkpoints: int, composition_learning_rate_ratio: float, **kwargs: Any):
         super().__init__(**kwargs)
+        self.composition_learning_rate_ratio = composition_learning_rate_ratio
         self.folder, self.keep_checkpoints, self.rows = folder, keep_checkpoints, len(kwargs["train_dataset"])
         self.remove_callback(PrinterCallback)
 
@@ -38,6 +41,20 @@ class ExactTrainer(Trainer):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Matrices (embeddings among them) decay; biases, norms and other vectors do not."""
         return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's, with composition weights in groups of their own where they have their own learning rate."""
+        optimizer = super().create_optimizer(model)
+        assert self.model is not None
+        composed = [p for m in self.model.modules() if isinstance(m, Compose) for p in m.parameters()]
+        chosen = {id(parameter) for parameter in composed}
+        for group in list(optimizer.param_groups) if self.composition_learning_rate_ratio != 1 else []:
+            inside = [parameter for parameter in group["params"] if id(parameter) in chosen]
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
+            if inside:
+                lr = group["lr"] * self.composition_learning_rate_ratio
+                optimizer.add_param_group({**group, "params": inside, "lr": lr})
+        return optimizer
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """To the callbacks only: the Trainer's history, which every checkpoint repeats, would grow with the run."""

@@ -37,6 +37,8 @@ class TrainSettings:
         batch_size: B, rows a micro batch.
         gradient_accumulation: micro batches a step; the loss equals that of one large batch.
         learning_rate: the peak, reached after `warmup_steps`.
+        composition_learning_rate_ratio: the share of it that composition weights (`dcformer.nn.Compose`) take. AdamW moves
+            every weight by about the learning rate a step, and these start near zero, so that a large rate throws them about.
         min_learning_rate_ratio: where the cosine ends, as a share of `learning_rate`.
         warmup_steps: steps of linear warm-up. None: a tenth of `steps`.
         weight_decay: decoupled, on matrices only: not on biases, norms (no parameter below two dimensions).
@@ -58,6 +60,7 @@ class TrainSettings:
     batch_size: int = 16
     gradient_accumulation: int = 1
     learning_rate: float = 1e-3
+    composition_learning_rate_ratio: float = 1.0
     min_learning_rate_ratio: float = 0.1
     warmup_steps: int | None = None
     weight_decay: float = 0.1
@@ -149,6 +152,7 @@ def _run(
     trainer = ExactTrainer(
         folder,
         settings.keep_checkpoints,
+        settings.composition_learning_rate_ratio,
         model=model,
         args=args,
         data_collator=collate,
@@ -240,7 +244,11 @@ def _check(config: PretrainedConfig, data: PreparedData, settings: TrainSettings
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "min_learning_rate_ratio"):
+    not_negative = (
+        "learning_rate", "composition_learning_rate_ratio", "weight_decay", "max_grad_norm", "warmup_steps",
+        "min_learning_rate_ratio",
+    )  # fmt: skip
+    for name in not_negative:
         value = getattr(settings, name)
         if value is not None and not value >= 0:
             raise ValueError(f"{name}={value} must not be below 0")

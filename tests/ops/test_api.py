@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from dcformer import Composition, composed_attention
 from dcformer.ops import composed_weights, explain, register_mixer
 from dcformer.ops.autograd import composed_attention_op
-from dcformer.ops.driver import Call, _spans
-from dcformer.ops.mixers import MIXERS
+from dcformer.ops.driver import _spans
+from dcformer.ops.mixers import MIXERS, Call
 from dcformer.ops.mixers.chunked import ChunkedMixer
 from dcformer.testing import make_inputs
 
@@ -26,8 +26,8 @@ def toy():
         priority = 1000
         calls = 0
 
-        def refuses(self, request):
-            return None if request.query.shape[1] == 1 else "it mixes one head only"
+        def refuses(self, call):
+            return None if call.query.shape[1] == 1 else "it mixes one head only"
 
         def mix_forward(self, scores, block):
             type(self).calls += 1
@@ -286,7 +286,7 @@ def test_windows_cost_what_they_see(window):
 
     def pairs(T):
         q = torch.empty(1, 8, T, 4, device="meta")
-        call = Call(q, q, q, None, None, None, None, True, window, 1.0, 0.0, "chunked")
+        call = Call(q, q, q, None, None, None, None, True, window, 1.0, 0.0)
         return sum((s.b.stop - s.b.start) * (s.t.stop - s.t.start) * (s.s.stop - s.s.start) for s in _spans(call))
 
     assert pairs(8192) <= 2.1 * pairs(4096)

@@ -85,6 +85,33 @@ def test_the_schedule_warms_up_and_ends_at_the_floor(data, tmp_path):
     assert rates[-1] == pytest.approx(0.002)
 
 
+def test_composition_weights_have_their_own_learning_rate(data, tmp_path, monkeypatch):
+    """AdamW's first step moves a weight by its learning rate, whatever the gradient; a share of 0 moves none."""
+    moved = {}
+
+    def step(self, closure=None):
+        before = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+        result = original(self, closure)
+        for group, old in zip(self.param_groups, before, strict=True):
+            for p, o in zip(group["params"], old, strict=True):
+                moved.setdefault(p.shape, []).append((p.detach() - o).abs().max().item())
+        return result
+
+    original = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    settings = {"steps": 1, "warmup_steps": 0, "learning_rate": 0.01, "min_learning_rate_ratio": 1.0, "weight_decay": 0.0}
+    for ratio in (0.3, 0.0):
+        moved.clear()
+        train(tiny_config(), data, tiny_settings(tmp_path / str(ratio), composition_learning_rate_ratio=ratio, **settings))
+        # Only composition weights have more than two dimensions here.
+        composed, others = (
+            [max(sizes) for shape, sizes in moved.items() if (len(shape) > 2) == is_composed] for is_composed in (True, False)
+        )
+        assert len(composed) == 3 and len(others) >= 5
+        assert max(others) == pytest.approx(0.01, rel=0.01)
+        assert composed == pytest.approx([0.01 * ratio] * 3, rel=0.01)
+
+
 def test_gradients_are_clipped_and_only_matrices_decay(data, tmp_path, monkeypatch):
     seen = []
     original = torch.optim.AdamW.step

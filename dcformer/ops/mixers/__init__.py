@@ -1,86 +1,41 @@
-"""The contract between the driver and a mixer, and the register of mixers.
+"""The contract of a mixer, by which a backend other than the reference serves a call, and the register of mixers.
 
-A mixer turns the scores of one block of queries into attention weights (`mix_forward`), and gradients of the weights
-into gradients of the scores (`mix_backward`). The driver does the rest. Adding a mixer is one call of `register_mixer`.
+Adding one is one call of `register_mixer`. A mixer that mixes given scores derives from `dcformer.ops.driver.BlockMixer`, which
+does the rest.
 
-B batch, C queries of the block, S keys that the block sees, N heads.
+B batch, T queries, S keys, N heads, D head dim.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from dcformer.ops.composition import Composition
 
 
-class Request(NamedTuple):
-    """The arguments of one call of `composed_attention`, by which a mixer tells whether it can serve."""
+class Call(NamedTuple):
+    """One call of `composed_attention`, checked, with defaults filled in and masks 4-D.
+
+    `seed` is an int64 scalar on the CPU, given where `dropout_p` is above 0: a mixer draws the same mask for the same seed.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    pre: Composition | None = None
-    post: Composition | None = None
-    attn_mask: Tensor | None = None
-    is_causal: bool = False
-    window: int | None = None
-    dropout_p: float = 0.0
-
-
-class Workspace:
-    """Buffers that live for one call, so that blocks do not allocate: fresh pages cost more than the mixing."""
-
-    def __init__(self, elements: int, dtype: torch.dtype, device: torch.device):
-        self._elements, self._dtype, self._device = elements, dtype, device
-        self._buffers: dict[str, Tensor] = {}
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A contiguous tensor of at most one block's size with undefined content; the same memory for the same name."""
-        if name not in self._buffers:
-            self._buffers[name] = torch.empty(self._elements, dtype=self._dtype, device=self._device)
-        return self._buffers[name][: math.prod(shape)].view(shape)
-
-
-@dataclass
-class Block:
-    """What belongs to one block of queries, as views into the whole. Floats have the dtype of the scores.
-
-    Attributes:
-        pre, post: compositions with `query` [B, C, 2R+1, N] and `key` [B, S, 2R+1, N], or `None`. Rows of `base` and
-            `query` are contiguous; `key` has stride 1 along S.
-        mask: bool (True = visible) or float (added), [B or 1, N or 1, C or 1, S or 1], or `None`.
-        lower, upper: query c sees only the keys j with c + lower <= j < c + upper; `None` means no bound.
-        workspace: buffers for the mixer's own use.
-    """
-
     pre: Composition | None
     post: Composition | None
-    mask: Tensor | None
-    lower: int | None
-    upper: int | None
-    workspace: Workspace
-
-
-@dataclass
-class BlockGrads:
-    """Where `mix_backward` adds its gradients: views of accumulators, with shapes, layout and dtype of the block's parts."""
-
-    pre: Composition | None
-    post: Composition | None
-    mask: Tensor | None
+    attn_mask: Tensor | None
+    seed: Tensor | None
+    is_causal: bool
+    window: int | None
+    scale: float
+    dropout_p: float
 
 
 class Mixer(Protocol):
-    """One implementation of the mixing.
-
-    Scores come already scaled, [B, N, C, S], in float32, or in float64 for float64 inputs. Their rows may be padded: they are a
-    slice [..., :S] of something contiguous. Both functions may overwrite scores and dweights, and return them or buffers of the
-    workspace; a result laid out like the scores saves a copy.
+    """One implementation of composed attention.
 
     Attributes:
         name: the backend's name for users.
@@ -90,21 +45,20 @@ class Mixer(Protocol):
     name: str
     priority: int
 
-    def refuses(self, request: Request) -> str | None:
-        """Why this mixer cannot serve the request, or `None` if it can."""
+    def refuses(self, call: Call) -> str | None:
+        """Why this mixer cannot serve the call, or `None` if it can."""
 
-    def mix_forward(self, scores: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Compose, mask, softmax, compose: returns the weights [B, N, C, S] and the row statistics [B, N, C, 2].
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        """The output [B, N, T, Dv] in the dtype of the query, and the row statistics [B, N, T, 2].
 
-        The statistics are the row's largest composed score and the sum of exp(score - largest), with which the backward makes
-        the softmax again: two numbers and not one logarithm, since its rounding would scale a whole row. A row without visible
-        keys has weights 0 and the statistics (0, 1).
+        The statistics, in `mixing_dtype`, are the row's largest composed score and the sum of exp(score - largest), with which
+        the backward makes the softmax again: two numbers and not one logarithm, since its rounding would scale a whole row. A
+        row without visible keys has the output 0 and the statistics (0, 1).
         """
 
-    def mix_backward(
-        self, scores: Tensor, dweights: Tensor, statistics: Tensor, block: Block, grads: BlockGrads
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the weights again and the gradient of the scores, both [B, N, C, S]; adds to `grads`."""
+    def backward(self, call: Call, grad_out: Tensor, statistics: Tensor, mask_needs_grad: bool) -> list[Tensor]:
+        """Gradients of query, key, value, the parts of pre and post that are there, and the mask where it needs one, in this
+        order; any floating-point dtype will do."""
 
 
 MIXERS: dict[str, Mixer] = {}

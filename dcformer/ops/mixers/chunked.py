@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dcformer.ops.composition import Composition
-from dcformer.ops.mixers import Block, BlockGrads, Request
+from dcformer.ops.driver import Block, BlockGrads, BlockMixer
+from dcformer.ops.mixers import Call
 
 
 def _split(weights: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,18 +113,18 @@ def _masked(scores: Tensor, block: Block) -> Tensor:
     return a.masked_fill_(~block.mask, -math.inf) if block.mask.dtype == torch.bool else a.add_(block.mask)
 
 
-class ChunkedMixer:
-    """See `dcformer.ops.mixers.Mixer`."""
+class ChunkedMixer(BlockMixer):
+    """See `BlockMixer`."""
 
     name = "chunked"
     priority = 0
 
-    def refuses(self, request: Request) -> str | None:
+    def refuses(self, call: Call) -> str | None:
         """It refuses nothing."""
         return None
 
     def mix_forward(self, scores: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """See `Mixer.mix_forward`."""
+        """See `BlockMixer.mix_forward`."""
         a = _masked(scores, block)
         largest = a.amax(-1, keepdim=True)
         largest.masked_fill_(largest == -math.inf, 0)
@@ -135,7 +136,7 @@ class ChunkedMixer:
     def mix_backward(
         self, scores: Tensor, dweights: Tensor, statistics: Tensor, block: Block, grads: BlockGrads
     ) -> tuple[Tensor, Tensor]:
-        """See `Mixer.mix_backward`."""
+        """See `BlockMixer.mix_backward`."""
         a = _masked(scores if block.pre is not None else scores.clone(), block)
         largest, total = statistics.split(1, dim=-1)
         p = a.sub_(largest).exp_().div_(total)

@@ -1,6 +1,6 @@
-"""The `cpu` backend: the mixing as a C++ kernel, compiled at first use.
+"""The `cpu` backend: composed attention as a C++ kernel, compiled at first use.
 
-B batch, C queries of the block, S keys, N heads.
+B batch, T queries, S keys, N heads, D head dim.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dcformer.ops.composition import Composition
-from dcformer.ops.mixers import Block, BlockGrads, Request
+from dcformer.ops.mixers import Call
 from dcformer.ops.mixers.cpu import build
 
 
@@ -19,34 +19,28 @@ class CpuMixer:
     name = "cpu"
     priority = 10
 
-    def refuses(self, request: Request) -> str | None:
+    def refuses(self, call: Call) -> str | None:
         """Why not: the tensors are elsewhere, in float64, or the kernel cannot be built here."""
-        if request.query.device.type != "cpu":
-            return f"it runs on the CPU and query is on {request.query.device}"
-        if request.query.dtype == torch.float64:
+        if call.query.device.type != "cpu":
+            return f"it runs on the CPU and query is on {call.query.device}"
+        if call.query.dtype == torch.float64:
             return "it computes in float32 and query is float64"
         failure = build.why_not()
         return None if failure is None else f"the kernel could not be built: {failure}"
 
-    def mix_forward(self, scores: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """See `Mixer.mix_forward`."""
-        statistics = scores.new_empty(*scores.shape[:3], 2)
-        pre, post = block.pre or Composition(), block.post or Composition()
-        torch.ops.dcformer_cpu.mix_forward(
-            scores, statistics, *pre[:3], *post[:3], block.mask, pre.groups, post.groups, block.lower, block.upper
-        )
-        return scores, statistics
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        """See `Mixer.forward`."""
+        tensors, settings = _arguments(call)
+        return torch.ops.dcformer_cpu.forward(*tensors, *settings)
 
-    def mix_backward(
-        self, scores: Tensor, dweights: Tensor, statistics: Tensor, block: Block, grads: BlockGrads
-    ) -> tuple[Tensor, Tensor]:
-        """See `Mixer.mix_backward`."""
-        shape = (*scores.shape[:3], scores.stride(2))
-        probabilities, weights = (block.workspace.take(name, shape) for name in ("probabilities", "weights"))
-        pre, post = block.pre or Composition(), block.post or Composition()
-        dpre, dpost = grads.pre or Composition(), grads.post or Composition()
-        torch.ops.dcformer_cpu.mix_backward(
-            scores, dweights, statistics, probabilities, weights, *pre[:3], *post[:3], block.mask,
-            *dpre[:3], *dpost[:3], grads.mask, pre.groups, post.groups, block.lower, block.upper,
-        )  # fmt: skip
-        return weights[..., : scores.shape[3]], dweights
+    def backward(self, call: Call, grad_out: Tensor, statistics: Tensor, mask_needs_grad: bool) -> list[Tensor]:
+        """See `Mixer.backward`."""
+        tensors, settings = _arguments(call)
+        return torch.ops.dcformer_cpu.backward(grad_out, *tensors, statistics, mask_needs_grad, *settings)
+
+
+def _arguments(call: Call) -> tuple[tuple[Tensor | None, ...], tuple[object, ...]]:
+    """The tensors of a call and the rest, as the operators take them."""
+    pre, post = call.pre or Composition(), call.post or Composition()
+    tensors = (call.query, call.key, call.value, *pre[:3], *post[:3], call.attn_mask, call.seed)
+    return tensors, (pre.groups, post.groups, call.is_causal, call.window, call.scale, call.dropout_p)

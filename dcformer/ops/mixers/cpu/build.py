@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-_SOURCES = ("compose.h", "mixer.cpp")
+_SOURCES = ("compose.h", "problem.h", "forward.h", "backward.h", "attention.cpp")
 
 
 class BuildError(RuntimeError):
@@ -65,7 +65,7 @@ def _command(cxx: str, output: Path) -> list[str]:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     link = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
     flags = ["-std=c++20", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-w", abi]
-    source = Path(__file__).with_name("mixer.cpp")
+    source = Path(__file__).with_name("attention.cpp")
     return [cxx, *flags, *vector_flags(), *openmp, *includes, str(source), "-o", str(output), *link]
 
 

@@ -1,6 +1,8 @@
-// Composition of heads for one tile of keys, forward and backward: register arithmetic with vectors that run along the keys.
+// Composition of heads for one query and one tile of keys, forward and backward: register arithmetic with vectors that run along
+// the keys.
 //
-// N heads = G groups of n, R rank, V lanes of a vector, L = U V keys of a tile. Equations and letters: ../../README.md.
+// N heads = G groups of n, R rank, V lanes of a vector, L = U V keys of a tile. A tile of scores lies in a row of a chunk: its
+// heads are kKeys floats apart. Equations and letters: ../../README.md.
 
 #pragma once
 
@@ -18,6 +20,7 @@ using at::vec::fmadd;
 constexpr int64_t V = Vec::size();
 constexpr int64_t U = 2;
 constexpr int64_t L = U * V;
+constexpr int64_t kKeys = 64;  // keys of a chunk
 // Ranks are taken in steps of at most two: four sums a part and vector are what the registers hold.
 constexpr int64_t kRanks = 2;
 
@@ -63,7 +66,7 @@ C10_ALWAYS_INLINE void mixed_sums(
   for (int64_t i = 0; i < n; ++i) {
 #pragma GCC unroll 4
     for (int64_t u = 0; u < U; ++u) {
-      const Vec value = Vec::loadu(x + i * L + u * V);
+      const Vec value = Vec::loadu(x + i * kKeys + u * V);
 #pragma GCC unroll 4
       for (int64_t r = 0; r < RQ; ++r) {
         sq[r][u] = fmadd(value, broadcast(wq + r * heads + i), sq[r][u]);
@@ -77,9 +80,9 @@ C10_ALWAYS_INLINE void mixed_sums(
 }
 
 // y += the part of Compose(x) that ranks r.. of one group make; the first step also makes identity, gates and base.
-// x is [n, L]; y has rows of stride ld.
+// y may be x where one step does all and there is no base.
 template <int RQ, int RK>
-void forward_step(const Tile& t, int64_t g, int64_t r, bool first, const float* x, float* y, int64_t ld) {
+void forward_step(const Tile& t, int64_t g, int64_t r, bool first, const float* x, float* y) {
   const int64_t n = t.heads / t.groups, head = g * n;
   const float* q1 = RQ ? t.query + r * t.heads + head : nullptr;
   const float* q2 = RQ ? t.query + (t.query_rank + r) * t.heads + head : nullptr;
@@ -94,7 +97,7 @@ void forward_step(const Tile& t, int64_t g, int64_t r, bool first, const float* 
     }
 #pragma GCC unroll 4
     for (int64_t u = 0; u < U; ++u) {
-      acc[u] = first ? Vec::loadu(x + m * L + u * V) * gate[u] : Vec::loadu(y + m * ld + u * V);
+      acc[u] = first ? Vec::loadu(x + m * kKeys + u * V) * gate[u] : Vec::loadu(y + m * kKeys + u * V);
 #pragma GCC unroll 4
       for (int64_t i = 0; i < RQ; ++i) {
         acc[u] = fmadd(hq[i][u], broadcast(q2 + i * t.heads + m), acc[u]);
@@ -108,18 +111,18 @@ void forward_step(const Tile& t, int64_t g, int64_t r, bool first, const float* 
       const float* column = t.base + g * n * n + m;
       for (int64_t i = 0; i < n; ++i) {
         for (int64_t u = 0; u < U; ++u) {
-          acc[u] = fmadd(Vec::loadu(x + i * L + u * V), broadcast(column + i * n), acc[u]);
+          acc[u] = fmadd(Vec::loadu(x + i * kKeys + u * V), broadcast(column + i * n), acc[u]);
         }
       }
     }
     for (int64_t u = 0; u < U; ++u) {
-      acc[u].store(y + m * ld + u * V);
+      acc[u].store(y + m * kKeys + u * V);
     }
   }
 }
 
 // dx += the part that ranks r.. of one group make, and their gradients; the first step also makes identity, gates and base.
-// x, dy and dx are [n, L].
+// dx may be dy where one step does all and there is no base.
 template <int RQ, int RK>
 void backward_step(
     const Tile& t, const TileGrads& d, int64_t g, int64_t r, bool first, const float* x, const float* dy, float* dx) {
@@ -132,8 +135,8 @@ void backward_step(
   for (int64_t i = 0; i < n; ++i) {
     Vec value[U], dvalue[U], acc[U];
     for (int64_t u = 0; u < U; ++u) {
-      value[u] = Vec::loadu(x + i * L + u * V);
-      dvalue[u] = Vec::loadu(dy + i * L + u * V);
+      value[u] = Vec::loadu(x + i * kKeys + u * V);
+      dvalue[u] = Vec::loadu(dy + i * kKeys + u * V);
     }
     if (first) {
       Vec gate[U], dgate(0.0f);
@@ -157,7 +160,7 @@ void backward_step(
         for (int64_t m = 0; m < n; ++m) {
           Vec sum = Vec::loadu(drow + m * V);
           for (int64_t u = 0; u < U; ++u) {
-            const Vec other = Vec::loadu(dy + m * L + u * V);
+            const Vec other = Vec::loadu(dy + m * kKeys + u * V);
             acc[u] = fmadd(other, broadcast(row + m), acc[u]);
             sum = fmadd(value[u], other, sum);
           }
@@ -166,7 +169,7 @@ void backward_step(
       }
     } else {
       for (int64_t u = 0; u < U; ++u) {
-        acc[u] = Vec::loadu(dx + i * L + u * V);
+        acc[u] = Vec::loadu(dx + i * kKeys + u * V);
       }
     }
 #pragma GCC unroll 4
@@ -196,7 +199,7 @@ void backward_step(
       }
     }
     for (int64_t u = 0; u < U; ++u) {
-      acc[u].store(dx + i * L + u * V);
+      acc[u].store(dx + i * kKeys + u * V);
     }
   }
 }
@@ -212,33 +215,54 @@ inline void for_rank_steps(const Tile& t, const Step& step) {
   } while (r < std::max(rq, rk));
 }
 
-// y = Compose(x) for all heads of one query at L keys. x is [N, L], y has rows of stride ld.
-inline void forward(const Tile& t, const float* x, float* y, int64_t ld) {
-  using Function = void (*)(const Tile&, int64_t, int64_t, bool, const float*, float*, int64_t);
+// Whether the result may be written over the input.
+inline bool in_place(const Tile& t) {
+  return !t.base && (t.query ? t.query_rank : 0) <= kRanks && (t.key ? t.key_rank : 0) <= kRanks;
+}
+
+inline void copy_tile(int64_t heads, const float* from, float* to) {
+  for (int64_t n = 0; n < heads; ++n) {
+    for (int64_t u = 0; u < U; ++u) {
+      Vec::loadu(from + n * kKeys + u * V).store(to + n * kKeys + u * V);
+    }
+  }
+}
+
+// y = Compose(x) for all heads of one query at L keys. y may be x; `spare` holds N kKeys floats.
+inline void forward(const Tile& t, const float* x, float* y, float* spare) {
+  using Function = void (*)(const Tile&, int64_t, int64_t, bool, const float*, float*);
   constexpr Function steps[3][3] = {
       {forward_step<0, 0>, forward_step<0, 1>, forward_step<0, 2>},
       {forward_step<1, 0>, forward_step<1, 1>, forward_step<1, 2>},
       {forward_step<2, 0>, forward_step<2, 1>, forward_step<2, 2>}};
-  const int64_t n = t.heads / t.groups;
+  if (x == y && !in_place(t)) {
+    copy_tile(t.heads, x, spare);
+    x = spare;
+  }
+  const int64_t group = t.heads / t.groups * kKeys;
   for_rank_steps(t, [&](int64_t rq, int64_t rk, int64_t r, bool first) {
     for (int64_t g = 0; g < t.groups; ++g) {
-      steps[rq][rk](t, g, r, first, x + g * n * L, y + g * n * ld, ld);
+      steps[rq][rk](t, g, r, first, x + g * group, y + g * group);
     }
   });
 }
 
-// dx for y = Compose(x), all [N, L]; adds the gradients of the composition to d.
-inline void backward(const Tile& t, const TileGrads& d, const float* x, const float* dy, float* dx) {
+// dy of y = Compose(x) becomes dx; adds the gradients of the composition to d.
+inline void backward(const Tile& t, const TileGrads& d, const float* x, float* dy, float* spare) {
   using Function = void (*)(const Tile&, const TileGrads&, int64_t, int64_t, bool, const float*, const float*, float*);
   constexpr Function steps[3][3] = {
       {backward_step<0, 0>, backward_step<0, 1>, backward_step<0, 2>},
       {backward_step<1, 0>, backward_step<1, 1>, backward_step<1, 2>},
       {backward_step<2, 0>, backward_step<2, 1>, backward_step<2, 2>}};
-  const int64_t n = t.heads / t.groups;
+  const float* from = dy;
+  if (!in_place(t)) {
+    copy_tile(t.heads, dy, spare);
+    from = spare;
+  }
+  const int64_t group = t.heads / t.groups * kKeys;
   for_rank_steps(t, [&](int64_t rq, int64_t rk, int64_t r, bool first) {
     for (int64_t g = 0; g < t.groups; ++g) {
-      const int64_t o = g * n * L;
-      steps[rq][rk](t, d, g, r, first, x + o, dy + o, dx + o);
+      steps[rq][rk](t, d, g, r, first, x + g * group, from + g * group, dy + g * group);
     }
   });
 }

@@ -1,0 +1,208 @@
+// The operators dcformer_cpu::forward and dcformer_cpu::backward: tensors to the plain pointers of problem.h and back.
+
+#include "backward.h"
+#include "forward.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <array>
+#include <optional>
+
+namespace dcformer {
+namespace {
+
+using MaybeTensor = std::optional<at::Tensor>;
+
+// In float32 with contiguous rows.
+at::Tensor rows(const at::Tensor& tensor) {
+  const at::Tensor floats = tensor.to(at::kFloat);
+  return floats.stride(-1) == 1 || floats.size(-1) == 1 ? floats : floats.contiguous();
+}
+
+template <typename T>
+Heads<T> heads(const at::Tensor& tensor) {
+  return {tensor.data_ptr<float>(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+std::array<int64_t, 4> broadcast_strides(const at::Tensor& mask) {
+  std::array<int64_t, 4> strides;
+  for (int64_t d = 0; d < 4; ++d) {
+    strides[d] = mask.size(d) == 1 ? 0 : mask.stride(d);
+  }
+  return strides;
+}
+
+// One composition, and the tensors that its pointers point into.
+struct Composition {
+  MaybeTensor base, query, key, packed;
+  int64_t groups;
+
+  Composition(const MaybeTensor& base, const MaybeTensor& query, const MaybeTensor& key, int64_t groups) : groups(groups) {
+    if (base) {
+      this->base = base->to(at::kFloat).contiguous();
+    }
+    if (query) {
+      this->query = query->to(at::kFloat).contiguous();
+    }
+    if (key) {
+      this->key = key->to(at::kFloat);
+      pack();
+    }
+  }
+
+  Side side() const {
+    return {base ? base->const_data_ptr<float>() : nullptr, query ? query->const_data_ptr<float>() : nullptr,
+            packed ? packed->const_data_ptr<float>() : nullptr, query ? query->size(2) / 2 : 0, key ? key->size(2) / 2 : 0, groups};
+  }
+  Composition zeros() const {
+    Composition zeros = *this;
+    for (MaybeTensor* part : {&zeros.base, &zeros.query, &zeros.packed}) {
+      if (*part) {
+        *part = at::zeros((*part)->sizes(), (*part)->options());
+      }
+    }
+    if (key) {
+      zeros.key = at::empty(key->sizes(), key->options());
+    }
+    return zeros;
+  }
+  SideGrads grads() const {
+    const auto data = [](const MaybeTensor& part) { return part ? part->data_ptr<float>() : nullptr; };
+    return {data(base), data(query), data(packed)};
+  }
+
+  // Between [B, S, 2R+1, N] and the layout of `for_packed`; keys past the last are zero.
+  void pack() {
+    const int64_t B = key->size(0), S = key->size(1), rows = key->size(2), N = key->size(3), rank = rows / 2;
+    packed = at::zeros({B, packed_floats(S, N, rank)}, key->options());
+    float* const to = packed->data_ptr<float>();
+    const float* const from = key->const_data_ptr<float>();
+    for_packed(B, S, N, rank, [&](int64_t b, int64_t j, int64_t at) {
+      const float* const here = from + b * key->stride(0) + j * key->stride(1);
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t n = 0; n < N; ++n) {
+          to[at + (r * N + n) * L] = here[r * key->stride(2) + n * key->stride(3)];
+        }
+      }
+    });
+  }
+  void unpack() {
+    if (!key) {
+      return;
+    }
+    const int64_t B = key->size(0), S = key->size(1), rows = key->size(2), N = key->size(3);
+    float* const to = key->data_ptr<float>();
+    const float* const from = packed->const_data_ptr<float>();
+    for_packed(B, S, N, rows / 2, [&](int64_t b, int64_t j, int64_t at) {
+      for (int64_t k = 0; k < rows * N; ++k) {
+        to[(b * S + j) * rows * N + k] = from[at + k * L];
+      }
+    });
+  }
+};
+
+struct Call {
+  at::Tensor query, key, value;
+  Composition pre, post;
+  MaybeTensor mask;
+  Problem problem;
+
+  Call(
+      const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, Composition pre_, Composition post_,
+      const MaybeTensor& mask_, const MaybeTensor& seed, bool is_causal, std::optional<int64_t> window, double scale, double dropout_p)
+      : query(rows(query)), key(rows(key)), value(rows(value)), pre(std::move(pre_)), post(std::move(post_)) {
+    problem = {query.size(0), query.size(1), key.size(1), query.size(2), key.size(2), query.size(3), value.size(3)};
+    problem.query = heads<const float>(this->query);
+    problem.key = heads<const float>(this->key);
+    problem.value = heads<const float>(this->value);
+    problem.pre = pre.side();
+    problem.post = post.side();
+    if (mask_) {
+      const bool is_bool = mask_->scalar_type() == at::kBool;
+      mask = is_bool ? *mask_ : mask_->to(at::kFloat);
+      problem.mask = {is_bool ? mask->const_data_ptr<bool>() : nullptr, is_bool ? nullptr : mask->const_data_ptr<float>(),
+                      broadcast_strides(*mask)};
+    }
+    if (seed) {
+      problem.dropout = {dropout_p, static_cast<uint64_t>(seed->item<int64_t>())};
+    }
+    problem.causal = is_causal;
+    problem.window = window.value_or(0);
+    problem.scale = static_cast<float>(scale);
+  }
+};
+
+std::tuple<at::Tensor, at::Tensor> forward_op(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const MaybeTensor& pre_base,
+    const MaybeTensor& pre_query, const MaybeTensor& pre_key, const MaybeTensor& post_base, const MaybeTensor& post_query,
+    const MaybeTensor& post_key, const MaybeTensor& mask, const MaybeTensor& seed, int64_t pre_groups, int64_t post_groups,
+    bool is_causal, std::optional<int64_t> window, double scale, double dropout_p) {
+  const Call call(query, key, value, {pre_base, pre_query, pre_key, pre_groups}, {post_base, post_query, post_key, post_groups}, mask,
+                  seed, is_causal, window, scale, dropout_p);
+  const Problem& p = call.problem;
+  const at::Tensor out = at::zeros({p.B, p.N, p.T, p.Dv}, call.query.options());
+  const at::Tensor statistics = at::zeros({p.B, p.N, p.T, 2}, call.query.options());
+  statistics.select(3, 1).fill_(1);
+  forward(p, heads<float>(out), statistics.data_ptr<float>());
+  return {out.to(query.scalar_type()), statistics};
+}
+
+std::vector<at::Tensor> backward_op(
+    const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const MaybeTensor& pre_base,
+    const MaybeTensor& pre_query, const MaybeTensor& pre_key, const MaybeTensor& post_base, const MaybeTensor& post_query,
+    const MaybeTensor& post_key, const MaybeTensor& mask, const MaybeTensor& seed, const at::Tensor& statistics,
+    bool mask_needs_grad, int64_t pre_groups, int64_t post_groups, bool is_causal, std::optional<int64_t> window, double scale,
+    double dropout_p) {
+  const Call call(query, key, value, {pre_base, pre_query, pre_key, pre_groups}, {post_base, post_query, post_key, post_groups}, mask,
+                  seed, is_causal, window, scale, dropout_p);
+  const at::Tensor dout = rows(grad_out);
+  std::vector<at::Tensor> out;
+  for (const at::Tensor* part : {&call.query, &call.key, &call.value}) {
+    out.push_back(at::zeros(part->sizes(), part->options()));
+  }
+  Composition dpre = call.pre.zeros(), dpost = call.post.zeros();
+  Grads grads{heads<float>(out[0]), heads<float>(out[1]), heads<float>(out[2]), dpre.grads(), dpost.grads()};
+  at::Tensor dmask;
+  if (mask_needs_grad) {
+    std::vector<int64_t> sizes = mask->sizes().vec();
+    sizes.insert(sizes.begin(), sizes[3] == 1 ? at::get_num_threads() : 1);  // broadcast along the keys: a copy for each task
+    dmask = at::zeros(sizes, call.query.options());
+    grads.mask = {dmask.data_ptr<float>(), broadcast_strides(dmask.select(0, 0)), sizes[3] == 1 ? dmask.stride(0) : 0};
+  }
+  backward(call.problem, heads<const float>(dout), statistics.const_data_ptr<float>(), grads);
+  for (Composition* side : {&dpre, &dpost}) {
+    side->unpack();
+    for (const MaybeTensor& part : {side->base, side->query, side->key}) {
+      if (part) {
+        out.push_back(*part);
+      }
+    }
+  }
+  if (mask_needs_grad) {
+    out.push_back(dmask.sum(0));
+  }
+  return out;
+}
+
+}  // namespace
+}  // namespace dcformer
+
+TORCH_LIBRARY(dcformer_cpu, m) {
+  m.def(
+      "forward(Tensor query, Tensor key, Tensor value, Tensor? pre_base, Tensor? pre_query, Tensor? pre_key, Tensor? post_base, "
+      "Tensor? post_query, Tensor? post_key, Tensor? mask, Tensor? seed, int pre_groups, int post_groups, bool is_causal, "
+      "int? window, float scale, float dropout_p) -> (Tensor, Tensor)");
+  m.def(
+      "backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? pre_base, Tensor? pre_query, Tensor? pre_key, "
+      "Tensor? post_base, Tensor? post_query, Tensor? post_key, Tensor? mask, Tensor? seed, Tensor statistics, "
+      "bool mask_needs_grad, int pre_groups, int post_groups, bool is_causal, int? window, float scale, float dropout_p) "
+      "-> Tensor[]");
+}
+
+TORCH_LIBRARY_IMPL(dcformer_cpu, CPU, m) {
+  m.impl("forward", dcformer::forward_op);
+  m.impl("backward", dcformer::backward_op);
+}

@@ -1,0 +1,265 @@
+// The backward pass. Letters: problem.h.
+//
+// Two sweeps again. The first makes scores, probabilities p and gradients dp of a block, and with them all that belongs to the second
+// composition and the values; it sums p dp over each row. The second makes da = p (dp - sum) and all that belongs to the first composition,
+// queries and keys. A task owns keys, so gradients of keys, values and key-wise weights are added without conflict; those of
+// query-wise weights, static bases and queries are kept a task and added up in a fixed order.
+
+#pragma once
+
+#include "problem.h"
+
+namespace dcformer {
+
+// Where the gradients of a composition go, laid out as in Side.
+struct SideGrads {
+  float* base = nullptr;
+  float* query = nullptr;
+  float* key = nullptr;
+};
+
+// Where the gradient of a float mask goes. Broadcast dimensions have stride 0; where the keys are one, every task has a copy, that
+// many floats apart.
+struct MaskGrad {
+  float* data = nullptr;
+  std::array<int64_t, 4> stride{};
+  int64_t copy = 0;
+};
+
+// Gradients, zero before.
+struct Grads {
+  Heads<float> query, key, value;
+  SideGrads pre, post;
+  MaskGrad mask;
+};
+
+// What the tasks of a block sum up of one composition: query-wise weights [task, C, 2R+1, N, V] and static base [task, G, n, n, V],
+// vectors along the keys still.
+class Sums {
+ public:
+  Sums(const Problem& p, const Side& side, const Plan& plan)
+      : p_(p), side_(side), query_row_(side.query ? (2 * side.query_rank + 1) * p.N * V : 0),
+        query_task_(plan.queries * query_row_), base_task_(side.base ? p.N * (p.N / side.groups) * V : 0),
+        query_(plan.tasks * query_task_), base_(plan.tasks * base_task_) {
+    std::fill_n(static_cast<float*>(base_), plan.tasks * base_task_, 0.0f);
+  }
+
+  void start(const Task& task) {
+    std::fill_n(query_ + task.index * query_task_, query_task_, 0.0f);
+  }
+  TileGrads at(const Task& task, int64_t c, float* key) {
+    return {base_ + task.index * base_task_, query_ + task.index * query_task_ + c * query_row_, key};
+  }
+  // Writes the gradients of the block's query-wise weights.
+  void finish(const Plan& plan, const Block& block, const SideGrads& grads) {
+    const int64_t splits = plan.splits(block), row = query_row_ / V;
+    if (!side_.query) {
+      return;
+    }
+    at::parallel_for(0, block.batch * block.queries, 8, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t r = i / block.queries, c = i % block.queries;
+        float* const to = grads.query + ((block.b0 + r) * p_.T + block.t0 + c) * row;
+        for (int64_t k = 0; k < row; ++k) {
+          to[k] = total(query_ + r * splits * query_task_ + c * query_row_ + k * V, query_task_, splits);
+        }
+      }
+    });
+  }
+  // Writes the gradients of the static base, of all blocks.
+  void finish_base(const Plan& plan, const SideGrads& grads) {
+    for (int64_t k = 0; k < base_task_ / V; ++k) {
+      grads.base[k] = total(base_ + k * V, base_task_, plan.tasks);
+    }
+  }
+
+ private:
+  // The sum over the lanes of `count` vectors, `step` apart.
+  static float total(const float* from, int64_t step, int64_t count) {
+    Vec sum(0.0f);
+    for (int64_t i = 0; i < count; ++i) {
+      sum = sum + Vec::loadu(from + i * step);
+    }
+    return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, sum);
+  }
+
+  const Problem& p_;
+  const Side& side_;
+  int64_t query_row_, query_task_, base_task_;
+  Buffer query_, base_;
+};
+
+// Backward of y = Compose(x) for the rows of a chunk, dy to dx. Tile by tile, so that the tile's key-wise weights and their gradients
+// stay in the first-level cache while the queries pass.
+inline void compose_backward(
+    const Problem& p, const Side& side, const SideGrads& grads, Sums& sums, const Block& block, const Task& task, int64_t chunk,
+    const float* x, float* dy, float* spare) {
+  const int64_t row_floats = p.row_floats();
+  if (side.empty()) {
+    return;
+  }
+  for (int64_t t = 0; t < kTiles; ++t) {
+    for (int64_t c = 0; c < block.queries; ++c) {
+      const Row row(p, task.b, block.t0 + c, chunk);
+      if (row.empty() || t < row.tile_begin() || t >= row.tile_end()) {
+        continue;
+      }
+      const int64_t o = c * row_floats + t * L;
+      const Tile tile = dcformer::tile(p, side, row, t);
+      backward(tile, sums.at(task, c, side.key ? grads.key + (tile.key - side.key) : nullptr), x + o, dy + o, spare);
+    }
+  }
+}
+
+// A row's composed scores become probabilities, zero where it is not seen. largest and inverse (of the sum): a number a head.
+inline void probabilities(const Problem& p, const Row& row, float* x, const float* largest, const float* inverse) {
+  for (int64_t n = 0; n < p.N; ++n) {
+    float* const head = x + n * kKeys;
+    apply_mask(p, row, n, head);
+    for (int64_t j = row.tile_begin() * L; j < row.tile_end() * L; j += V) {
+      ((Vec::loadu(head + j) - Vec(largest[n])).exp_u20() * Vec(inverse[n])).store(head + j);
+    }
+  }
+  clear_unseen(p, row, x);
+}
+
+// The gradient of a mask from that of the composed scores of a row.
+inline void add_mask_grad(const Problem& p, const MaskGrad& mask, const Task& task, const Row& row, const float* da) {
+  const auto& stride = mask.stride;
+  for (int64_t n = 0; n < p.N; ++n) {
+    float* const to = mask.data + task.index * mask.copy + row.b * stride[0] + n * stride[1] + row.i * stride[2];
+    for (int64_t j = row.lo; j < row.hi; ++j) {
+      to[(row.chunk * kKeys + j) * stride[3]] += da[n * kKeys + j];
+    }
+  }
+}
+
+// For all heads, rows of keys += alpha x^T a: x is a chunk [C, N, kKeys], a the block's rows of queries or of output gradients.
+inline void add_to_keys(
+    const Problem& p, const Block& block, const Task& task, int64_t chunk, float alpha, const float* x,
+    const Heads<const float>& a, const Heads<float>& keys, int64_t D) {
+  const int64_t j = chunk * kKeys, count = std::min(kKeys, p.S - j);
+  for (int64_t n = 0; n < p.N; ++n) {
+    multiply(count, D, block.queries, alpha, x + n * kKeys, p.row_floats(), true, a.at(task.b, n, block.t0), a.row, false, 1,
+             keys.at(task.b, p.kv_head(n), j), keys.row);
+  }
+}
+
+inline void backward(const Problem& p, const Heads<const float>& grad_out, const float* statistics, const Grads& grads) {
+  const Plan plan(p, 3, grads.mask.data != nullptr);  // rows of the batch may share a mask
+  const int64_t row_floats = p.row_floats(), heads = p.padded_heads();
+  const Buffer scores(plan.rows * row_floats), ps(plan.rows * row_floats), dps(plan.rows * row_floats);
+  const Buffer row_sums(plan.tasks * plan.queries * heads), partial(plan.tasks * p.N * plan.queries * p.D);
+  Sums pre(p, p.pre, plan), post(p, p.post, plan);
+  for (const Block& block : plan.blocks) {
+    const int64_t C = block.queries, splits = plan.splits(block);
+    const auto chunk_at = [&](const Task& task, int64_t chunk) { return (task.row * block.chunks + chunk) * C * row_floats; };
+    const auto sums_at = [&](int64_t task, int64_t c) { return row_sums + (task * C + c) * heads; };
+
+    for_tasks(plan, block, [&](const Task& task) {
+      std::vector<float> spare(row_floats), largest(C * heads), inverse(C * heads);
+      const Buffer weights(C * row_floats);
+      post.start(task);
+      std::fill_n(sums_at(task.index, 0), C * heads, 0.0f);
+      for (int64_t n = 0; n < p.N; ++n) {
+        const float* const from = statistics + 2 * ((task.b * p.N + n) * p.T + block.t0);
+        for (int64_t c = 0; c < C; ++c) {
+          largest[c * heads + n] = from[2 * c];
+          inverse[c * heads + n] = 1 / from[2 * c + 1];
+        }
+      }
+      for (int64_t i = task.begin; i < task.end; ++i) {
+        const int64_t chunk = block.chunk0 + i;
+        float *const x = scores + chunk_at(task, i), *const prob = ps + chunk_at(task, i), *const dprob = dps + chunk_at(task, i);
+        products(p, block, task.b, chunk, p.scale, p.query, p.key, p.D, x);
+        products(p, block, task.b, chunk, 1, grad_out, p.value, p.Dv, dprob);
+        for (int64_t c = 0; c < C; ++c) {
+          const Row row(p, task.b, block.t0 + c, chunk);
+          float *const y = prob + c * row_floats, *const w = weights + c * row_floats;
+          if (row.empty()) {
+            std::fill_n(w, row_floats, 0.0f);
+            std::fill_n(dprob + c * row_floats, row_floats, 0.0f);
+            continue;
+          }
+          if (p.pre.empty()) {
+            std::copy_n(x + c * row_floats, row_floats, y);
+          } else {
+            compose(p, p.pre, row, x + c * row_floats, y, spare.data());
+          }
+          probabilities(p, row, y, largest.data() + c * heads, inverse.data() + c * heads);
+          if (p.post.empty()) {
+            std::copy_n(y, row_floats, w);
+          } else {
+            compose(p, p.post, row, y, w, spare.data());
+            clear_unseen(p, row, w);
+          }
+          drop(p, row, w);
+          drop(p, row, dprob + c * row_floats);
+        }
+        compose_backward(p, p.post, grads.post, post, block, task, chunk, prob, dprob, spare.data());
+        for (int64_t c = 0; c < C; ++c) {
+          const Row row(p, task.b, block.t0 + c, chunk);
+          float* const sum = sums_at(task.index, c);
+          for (int64_t n = 0; n < p.N; ++n) {
+            Vec total(0.0f);
+            for (int64_t j = row.tile_begin() * L; j < row.tile_end() * L; j += V) {
+              const int64_t o = c * row_floats + n * kKeys + j;
+              total = fmadd(Vec::loadu(prob + o), Vec::loadu(dprob + o), total);
+            }
+            sum[n] += at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, total);
+          }
+        }
+        add_to_keys(p, block, task, chunk, 1, weights, grad_out, grads.value, p.Dv);
+      }
+    });
+
+    post.finish(plan, block, grads.post);
+    for (int64_t r = 0; r < block.batch; ++r) {
+      for (int64_t split = 1; split < splits; ++split) {
+        for (int64_t i = 0; i < C * heads; ++i) {
+          sums_at(r * splits, 0)[i] += sums_at(r * splits + split, 0)[i];
+        }
+      }
+    }
+
+    for_tasks(plan, block, [&](const Task& task) {
+      std::vector<float> spare(row_floats);
+      pre.start(task);
+      for (int64_t i = task.begin; i < task.end; ++i) {
+        const int64_t chunk = block.chunk0 + i, first = chunk * kKeys, count = std::min(kKeys, p.S - first);
+        const float *const x = scores + chunk_at(task, i), *const prob = ps + chunk_at(task, i);
+        float* const ds = dps + chunk_at(task, i);
+        for (int64_t c = 0; c < C; ++c) {
+          const Row row(p, task.b, block.t0 + c, chunk);
+          const float* const sum = sums_at(task.row * splits, c);
+          float* const da = ds + c * row_floats;
+          for (int64_t n = 0; n < p.N; ++n) {
+            for (int64_t j = row.tile_begin() * L; j < row.tile_end() * L; j += V) {
+              const Vec y = Vec::loadu(prob + c * row_floats + n * kKeys + j);
+              (y * (Vec::loadu(da + n * kKeys + j) - Vec(sum[n]))).store(da + n * kKeys + j);
+            }
+          }
+          clear_unseen(p, row, da);
+          if (grads.mask.data) {
+            add_mask_grad(p, grads.mask, task, row, da);
+          }
+        }
+        compose_backward(p, p.pre, grads.pre, pre, block, task, chunk, x, ds, spare.data());
+        for (int64_t n = 0; n < p.N; ++n) {
+          const bool alone = splits == 1;
+          float* const to = alone ? grads.query.at(task.b, n, block.t0) : partial + (task.index * p.N + n) * C * p.D;
+          multiply(C, p.D, count, p.scale, ds + n * kKeys, row_floats, false, p.key.at(task.b, p.kv_head(n), first), p.key.row, false,
+                   i > task.begin, to, alone ? grads.query.row : p.D);
+        }
+        add_to_keys(p, block, task, chunk, p.scale, ds, p.query, grads.key, p.D);
+      }
+    });
+
+    pre.finish(plan, block, grads.pre);
+    add_parts(p, block, splits, partial, p.D, grads.query);
+  }
+  pre.finish_base(plan, grads.pre);
+  post.finish_base(plan, grads.post);
+}
+
+}  // namespace dcformer
