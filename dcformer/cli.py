@@ -215,6 +215,15 @@ def compare(
 
 
 @app.command()
+def doctor() -> None:
+    """Show compiler, processor, devices, and which backend is taken and why."""
+    from dcformer.doctor import report
+
+    for what, how in report():
+        typer.echo(f"{what}: {how}")
+
+
+@app.command()
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="Folder of a trained model.", show_default=False)],
     prompt: Annotated[str, typer.Option(help='What to go on from; "-" reads it from standard input.')] = "",

@@ -72,6 +72,21 @@ def copied(checkpoint, target):
     return target
 
 
+def test_doctor_says_what_is_taken_and_why(dcformer):
+    code, out, _ = dcformer("doctor")
+    assert code == 0
+    assert f"torch {torch.__version__}" in out and "compiler: " in out and "processor: " in out
+    assert "cpu float32: auto takes" in out and "reference: the specification" in out
+
+
+def test_doctor_without_a_compiler(tmp_path):
+    command = [sys.executable, "-m", "dcformer", "doctor"]
+    done = subprocess.run(command, env={"PATH": "", "XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "compiler: none found; install g++" in done.stdout
+    assert "cpu float32: auto takes 'chunked'\n  cpu: the kernel could not be built: no C++ compiler found" in done.stdout
+
+
 def test_help_names_every_command(dcformer):
     for arguments in (["--help"], []):
         code, out, _ = dcformer(*arguments)

@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "triton", "transformers", "accelerate", "datasets", "token
 
 def provenance() -> dict[str, Any]:
     """Machine, versions and commit, JSON-ready. What cannot be found out is `None`."""
-    return {"machine": _machine(), "versions": _versions(), "commit": _commit()}
+    return {"machine": _machine(), "versions": versions(), "commit": _commit()}
 
 
 def _machine() -> dict[str, Any]:
@@ -48,7 +48,8 @@ def _memory_gib() -> float | None:
         return None
 
 
-def _versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
+    """Of this package, Python and what it builds on; `None` for what is not installed."""
     found: dict[str, str | None] = {"dcformer": dcformer.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:

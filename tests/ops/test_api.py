@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dcformer import Composition, composed_attention
@@ -148,6 +149,22 @@ def test_opcheck(parts):
             "chunked",
         )
         torch.library.opcheck(composed_attention_op, arguments)
+
+
+@pytest.mark.parametrize("parts", ["bqk", "q", ""])
+def test_opcheck_of_the_cpu_kernel(parts):
+    if "cpu" not in explain(*make_inputs().call()).backend:
+        pytest.skip("no CPU kernel here")
+    inputs = make_inputs(B=2, N=4, K=2, T=9, S=12, parts=parts, mask="float heads")
+    pre, post = ((c or Composition()).map(Tensor.detach)[:3] for c in (inputs.pre, inputs.post))
+    query, key, value, mask = (t.detach() for t in (*inputs.call()[:3], inputs.attn_mask))
+    for given, seed in ((mask, None), (torch.rand(2, 1, 1, 12) > 0.2, torch.tensor(3))):
+        tensors = (query, key, value, *pre, *post, given, seed)
+        settings = (1, 1, True, 5, 0.25, 0.0 if seed is None else 0.3)
+        torch.library.opcheck(torch.ops.dcformer_cpu.forward.default, (*tensors, *settings))
+        out, statistics = torch.ops.dcformer_cpu.forward(*tensors, *settings)
+        arguments = (torch.randn_like(out), *tensors, statistics, seed is None, *settings)
+        torch.library.opcheck(torch.ops.dcformer_cpu.backward.default, arguments)
 
 
 def test_compile_fullgraph_without_recompiles():

@@ -20,6 +20,7 @@ CASES = {
     "one head": (dict(N=1, T=65, D=48, parts="qk"), dict(is_causal=True)),
     "25 heads": (dict(N=25, T=65, D=96), dict(is_causal=True)),
     "32 heads": (dict(N=32, T=63, D=128, parts="qk"), dict(is_causal=True)),
+    "many rows": (dict(B=37, N=2, T=5, D=8), dict(is_causal=True)),
     "bidirectional": (dict(B=2, T=65), dict()),
     "bidirectional window": (dict(B=2, T=65), dict(window=5)),
     "cross": (dict(B=2, T=33, S=65), dict()),
@@ -88,6 +89,37 @@ def test_many_blocks(case, monkeypatch):
         results(inputs, grad, backend="chunked", **options), results(inputs, grad, backend="reference", **options), strict=True
     ):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(65, 1), (2, 1, 1, 65), (1, 4, 1, 1), (2, 4, 65, 65), (1,)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masks_broadcast_and_so_do_their_gradients(backend, shape):
+    sizes = dict(B=2, T=65)
+
+    def draw():
+        inputs = make_inputs(**sizes)
+        inputs.attn_mask = torch.randn(shape, requires_grad=True)
+        return inputs
+
+    check(draw, backend, is_causal=True)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_threads(backend, threads):
+    """Any number of threads gives the same result within rounding, and the same bits each time."""
+    inputs = make_inputs(B=3, N=6, T=260, K=2, mask="float")
+    grad = torch.randn(inputs.query.shape)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        first, again = (results(inputs, grad, backend=backend, is_causal=True) for _ in range(2))
+    finally:
+        torch.set_num_threads(before)
+    expected = results(inputs, grad, backend="reference", is_causal=True)
+    for a, b, e in zip(first, again, expected, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dcformer.ops.composition import Composition
 from dcformer.ops.mixers import Call
-from dcformer.ops.mixers.cpu import build
+from dcformer.ops.mixers.cpu import operators
 
 
 class CpuMixer:
@@ -25,7 +25,7 @@ class CpuMixer:
             return f"it runs on the CPU and query is on {call.query.device}"
         if call.query.dtype == torch.float64:
             return "it computes in float32 and query is float64"
-        failure = build.why_not()
+        failure = operators.why_not()
         return None if failure is None else f"the kernel could not be built: {failure}"
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:

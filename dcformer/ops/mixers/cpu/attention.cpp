@@ -16,14 +16,22 @@ namespace {
 
 using MaybeTensor = std::optional<at::Tensor>;
 
-// In float32 with contiguous rows.
-at::Tensor rows(const at::Tensor& tensor) {
-  const at::Tensor floats = tensor.to(at::kFloat);
-  return floats.stride(-1) == 1 || floats.size(-1) == 1 ? floats : floats.contiguous();
+Factor factor(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kBFloat16 ? Factor::kBFloat16 : tensor.scalar_type() == at::kHalf ? Factor::kHalf : Factor::kFloat;
 }
 
-template <typename T>
-Heads<T> heads(const at::Tensor& tensor) {
+// With contiguous rows, in a dtype that can be multiplied.
+at::Tensor rows(const at::Tensor& tensor) {
+  const at::Tensor taken = multiplies(factor(tensor)) ? tensor : tensor.to(at::kFloat);
+  return taken.stride(-1) == 1 || taken.size(-1) == 1 ? taken : taken.contiguous();
+}
+
+Factors factors(const at::Tensor& tensor) {
+  return {static_cast<const char*>(tensor.const_data_ptr()), tensor.element_size(), tensor.stride(0), tensor.stride(1),
+          tensor.stride(2)};
+}
+
+Heads heads(const at::Tensor& tensor) {
   return {tensor.data_ptr<float>(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
@@ -115,9 +123,10 @@ struct Call {
       const MaybeTensor& mask_, const MaybeTensor& seed, bool is_causal, std::optional<int64_t> window, double scale, double dropout_p)
       : query(rows(query)), key(rows(key)), value(rows(value)), pre(std::move(pre_)), post(std::move(post_)) {
     problem = {query.size(0), query.size(1), key.size(1), query.size(2), key.size(2), query.size(3), value.size(3)};
-    problem.query = heads<const float>(this->query);
-    problem.key = heads<const float>(this->key);
-    problem.value = heads<const float>(this->value);
+    problem.type = factor(this->query);
+    problem.query = factors(this->query);
+    problem.key = factors(this->key);
+    problem.value = factors(this->value);
     problem.pre = pre.side();
     problem.post = post.side();
     if (mask_) {
@@ -143,10 +152,10 @@ std::tuple<at::Tensor, at::Tensor> forward_op(
   const Call call(query, key, value, {pre_base, pre_query, pre_key, pre_groups}, {post_base, post_query, post_key, post_groups}, mask,
                   seed, is_causal, window, scale, dropout_p);
   const Problem& p = call.problem;
-  const at::Tensor out = at::zeros({p.B, p.N, p.T, p.Dv}, call.query.options());
-  const at::Tensor statistics = at::zeros({p.B, p.N, p.T, 2}, call.query.options());
+  const at::Tensor out = at::zeros({p.B, p.N, p.T, p.Dv}, query.options().dtype(at::kFloat));
+  const at::Tensor statistics = at::zeros({p.B, p.N, p.T, 2}, query.options().dtype(at::kFloat));
   statistics.select(3, 1).fill_(1);
-  forward(p, heads<float>(out), statistics.data_ptr<float>());
+  forward(p, heads(out), statistics.data_ptr<float>());
   return {out.to(query.scalar_type()), statistics};
 }
 
@@ -161,18 +170,18 @@ std::vector<at::Tensor> backward_op(
   const at::Tensor dout = rows(grad_out);
   std::vector<at::Tensor> out;
   for (const at::Tensor* part : {&call.query, &call.key, &call.value}) {
-    out.push_back(at::zeros(part->sizes(), part->options()));
+    out.push_back(at::zeros(part->sizes(), part->options().dtype(at::kFloat)));
   }
   Composition dpre = call.pre.zeros(), dpost = call.post.zeros();
-  Grads grads{heads<float>(out[0]), heads<float>(out[1]), heads<float>(out[2]), dpre.grads(), dpost.grads()};
+  Grads grads{heads(out[0]), heads(out[1]), heads(out[2]), dpre.grads(), dpost.grads()};
   at::Tensor dmask;
   if (mask_needs_grad) {
     std::vector<int64_t> sizes = mask->sizes().vec();
     sizes.insert(sizes.begin(), sizes[3] == 1 ? at::get_num_threads() : 1);  // broadcast along the keys: a copy for each task
-    dmask = at::zeros(sizes, call.query.options());
+    dmask = at::zeros(sizes, query.options().dtype(at::kFloat));
     grads.mask = {dmask.data_ptr<float>(), broadcast_strides(dmask.select(0, 0)), sizes[3] == 1 ? dmask.stride(0) : 0};
   }
-  backward(call.problem, heads<const float>(dout), statistics.const_data_ptr<float>(), grads);
+  backward(call.problem, factors(dout), statistics.const_data_ptr<float>(), grads);
   for (Composition* side : {&dpre, &dpost}) {
     side->unpack();
     for (const MaybeTensor& part : {side->base, side->query, side->key}) {

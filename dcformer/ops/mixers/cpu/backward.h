@@ -28,7 +28,7 @@ struct MaskGrad {
 
 // Gradients, zero before.
 struct Grads {
-  Heads<float> query, key, value;
+  Heads query, key, value;
   SideGrads pre, post;
   MaskGrad mask;
 };
@@ -136,16 +136,16 @@ inline void add_mask_grad(const Problem& p, const MaskGrad& mask, const Task& ta
 
 // For all heads, rows of keys += alpha x^T a: x is a chunk [C, N, kKeys], a the block's rows of queries or of output gradients.
 inline void add_to_keys(
-    const Problem& p, const Block& block, const Task& task, int64_t chunk, float alpha, const float* x,
-    const Heads<const float>& a, const Heads<float>& keys, int64_t D) {
+    const Problem& p, const Block& block, const Task& task, int64_t chunk, float alpha, const ChunkFactors& x, const Factors& a,
+    const Heads& keys, int64_t D) {
   const int64_t j = chunk * kKeys, count = std::min(kKeys, p.S - j);
   for (int64_t n = 0; n < p.N; ++n) {
-    multiply(count, D, block.queries, alpha, x + n * kKeys, p.row_floats(), true, a.at(task.b, n, block.t0), a.row, false, 1,
-             keys.at(task.b, p.kv_head(n), j), keys.row);
+    multiply(p.type, count, D, block.queries, alpha, x.head(n, true), a.at(task.b, n, block.t0), 1, keys.at(task.b, p.kv_head(n), j),
+             keys.row);
   }
 }
 
-inline void backward(const Problem& p, const Heads<const float>& grad_out, const float* statistics, const Grads& grads) {
+inline void backward(const Problem& p, const Factors& grad_out, const float* statistics, const Grads& grads) {
   const Plan plan(p, 3, grads.mask.data != nullptr);  // rows of the batch may share a mask
   const int64_t row_floats = p.row_floats(), heads = p.padded_heads();
   const Buffer scores(plan.rows * row_floats), ps(plan.rows * row_floats), dps(plan.rows * row_floats);
@@ -158,7 +158,7 @@ inline void backward(const Problem& p, const Heads<const float>& grad_out, const
 
     for_tasks(plan, block, [&](const Task& task) {
       std::vector<float> spare(row_floats), largest(C * heads), inverse(C * heads);
-      const Buffer weights(C * row_floats);
+      const Buffer weights(C * row_floats), narrow(p.type == Factor::kFloat ? 0 : C * row_floats);
       post.start(task);
       std::fill_n(sums_at(task.index, 0), C * heads, 0.0f);
       for (int64_t n = 0; n < p.N; ++n) {
@@ -209,7 +209,7 @@ inline void backward(const Problem& p, const Heads<const float>& grad_out, const
             sum[n] += at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, total);
           }
         }
-        add_to_keys(p, block, task, chunk, 1, weights, grad_out, grads.value, p.Dv);
+        add_to_keys(p, block, task, chunk, 1, ChunkFactors(p, C, weights, narrow), grad_out, grads.value, p.Dv);
       }
     });
 
@@ -224,6 +224,7 @@ inline void backward(const Problem& p, const Heads<const float>& grad_out, const
 
     for_tasks(plan, block, [&](const Task& task) {
       std::vector<float> spare(row_floats);
+      const Buffer narrow(p.type == Factor::kFloat ? 0 : C * row_floats);
       pre.start(task);
       for (int64_t i = task.begin; i < task.end; ++i) {
         const int64_t chunk = block.chunk0 + i, first = chunk * kKeys, count = std::min(kKeys, p.S - first);
@@ -245,13 +246,14 @@ inline void backward(const Problem& p, const Heads<const float>& grad_out, const
           }
         }
         compose_backward(p, p.pre, grads.pre, pre, block, task, chunk, x, ds, spare.data());
+        const ChunkFactors factors(p, C, ds, narrow);
         for (int64_t n = 0; n < p.N; ++n) {
           const bool alone = splits == 1;
           float* const to = alone ? grads.query.at(task.b, n, block.t0) : partial + (task.index * p.N + n) * C * p.D;
-          multiply(C, p.D, count, p.scale, ds + n * kKeys, row_floats, false, p.key.at(task.b, p.kv_head(n), first), p.key.row, false,
-                   i > task.begin, to, alone ? grads.query.row : p.D);
+          multiply(p.type, C, p.D, count, p.scale, factors.head(n), p.key.at(task.b, p.kv_head(n), first), i > task.begin, to,
+                   alone ? grads.query.row : p.D);
         }
-        add_to_keys(p, block, task, chunk, p.scale, ds, p.query, grads.key, p.D);
+        add_to_keys(p, block, task, chunk, p.scale, factors, p.query, grads.key, p.D);
       }
     });
 

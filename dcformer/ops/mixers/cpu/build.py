@@ -1,11 +1,10 @@
-"""Compiles the CPU mixer at first use and loads it; the result is cached by source, flags and torch version.
+"""Compiles the CPU kernel at first use; the result is cached by source, flags and torch version.
 
 Several processes may build at once: each compiles into a file of its own and renames it into place.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import platform
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import warnings
 from pathlib import Path
 
 import torch
@@ -23,11 +21,11 @@ _SOURCES = ("compose.h", "problem.h", "forward.h", "backward.h", "attention.cpp"
 
 
 class BuildError(RuntimeError):
-    """The mixer could not be built; the message holds the compiler's own words."""
+    """The kernel could not be built; the message holds the compiler's own words."""
 
 
 def cache_dir() -> Path:
-    """Where compiled mixers are kept: $XDG_CACHE_HOME/dcformer or ~/.cache/dcformer."""
+    """Where compiled kernels are kept: $XDG_CACHE_HOME/dcformer or ~/.cache/dcformer."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcformer"
 
 
@@ -70,13 +68,13 @@ def _command(cxx: str, output: Path) -> list[str]:
 
 
 def library_path(cxx: str) -> Path:
-    """The file that holds the mixer built from this source, with these flags, against this torch."""
+    """The file that holds the kernel built from this source, with these flags, against this torch."""
     key = hashlib.sha256()
     for name in _SOURCES:
         key.update(Path(__file__).with_name(name).read_bytes())
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True).stdout
     key.update(repr((_command(cxx, Path()), version, torch.__version__, sysconfig.get_platform())).encode())
-    return cache_dir() / f"mixer-{key.hexdigest()[:20]}.so"
+    return cache_dir() / f"cpu-{key.hexdigest()[:20]}.so"
 
 
 def _build(cxx: str, target: Path) -> None:
@@ -94,23 +92,17 @@ def _build(cxx: str, target: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-@functools.cache
-def _load() -> str | None:
-    try:
-        cxx = compiler()
-        if cxx is None:
-            raise BuildError("no C++ compiler found; install g++ or clang++, or set CXX")
-        target = library_path(cxx)
-        if not target.exists():
-            _build(cxx, target)
-        torch.ops.load_library(str(target))
-    except (BuildError, OSError) as error:
-        warnings.warn(f"dcformer takes the slower backend 'chunked' on the CPU: {error}", stacklevel=2)
-        return str(error)
-    return None
+def library() -> Path:
+    """The compiled kernel, built where it is not there yet.
 
-
-@torch.compiler.assume_constant_result
-def why_not() -> str | None:
-    """Makes `torch.ops.dcformer_cpu` available, building it at first use. Returns why that failed, or `None`."""
-    return _load()
+    Raises:
+        BuildError: it cannot be built; the message holds the compiler's own words.
+        OSError: the cache cannot be written.
+    """
+    cxx = compiler()
+    if cxx is None:
+        raise BuildError("no C++ compiler found; install g++ or clang++, or set CXX")
+    target = library_path(cxx)
+    if not target.exists():
+        _build(cxx, target)
+    return target

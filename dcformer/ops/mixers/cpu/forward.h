@@ -85,7 +85,7 @@ inline void weigh(
 }
 
 // out [B, N, T, Dv], statistics [B, N, T, 2] (largest and sum; 0 and 1 where a row sees no key). Both hold zeros and (0, 1) before.
-inline void forward(const Problem& p, const Heads<float>& out, float* statistics) {
+inline void forward(const Problem& p, const Heads& out, float* statistics) {
   const Plan plan(p, 1);
   const int64_t heads = p.padded_heads(), row_floats = p.row_floats();
   const Buffer chunks(plan.rows * row_floats), largest(plan.rows * heads);
@@ -137,6 +137,7 @@ inline void forward(const Problem& p, const Heads<float>& out, float* statistics
 
     for_tasks(plan, block, [&](const Task& task) {
       std::vector<float> spare(row_floats), factors(heads);
+      const Buffer narrow(p.type == Factor::kFloat ? 0 : C * row_floats);
       for (int64_t chunk = task.begin; chunk < task.end; ++chunk) {
         float* const x = chunks + chunk_at(task, chunk) * row_floats;
         const int64_t j = (block.chunk0 + chunk) * kKeys, count = std::min(kKeys, p.S - j);
@@ -147,11 +148,12 @@ inline void forward(const Problem& p, const Heads<float>& out, float* statistics
                   factors.data(), spare.data());
           }
         }
+        const ChunkFactors weights(p, C, x, narrow);
         for (int64_t n = 0; n < p.N; ++n) {
           const bool alone = splits == 1;
           float* const to = alone ? out.at(task.b, n, block.t0) : partial + (task.index * p.N + n) * C * p.Dv;
-          multiply(C, p.Dv, count, 1, x + n * kKeys, row_floats, false, p.value.at(task.b, p.kv_head(n), j), p.value.row, false,
-                   chunk > task.begin, to, alone ? out.row : p.Dv);
+          multiply(p.type, C, p.Dv, count, 1, weights.head(n), p.value.at(task.b, p.kv_head(n), j), chunk > task.begin, to,
+                   alone ? out.row : p.Dv);
         }
       }
     });

@@ -11,6 +11,8 @@
 #include "compose.h"
 
 #include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 
 #include <array>
 #include <cmath>
@@ -19,9 +21,18 @@
 #include <numeric>
 #include <vector>
 
-extern "C" void sgemm_(
+extern "C" {
+void sgemm_(
     const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*, const float*, const int*,
     const float*, float*, const int*);
+// Of MKL alone: half-precision factors, float32 products.
+[[gnu::weak]] void gemm_bf16bf16f32_(
+    const char*, const char*, const int*, const int*, const int*, const float*, const c10::BFloat16*, const int*,
+    const c10::BFloat16*, const int*, const float*, float*, const int*);
+[[gnu::weak]] void gemm_f16f16f32_(
+    const char*, const char*, const int*, const int*, const int*, const float*, const c10::Half*, const int*, const c10::Half*,
+    const int*, const float*, float*, const int*);
+}
 
 namespace dcformer {
 
@@ -46,22 +57,62 @@ class Buffer {
   float* data_;
 };
 
-// out[M, N] = alpha a b + beta out for a [M, K] (or its transpose) and b [K, N] (or its transpose); ld: floats from row to row.
-inline void multiply(
-    int64_t M, int64_t N, int64_t K, float alpha, const float* a, int64_t lda, bool transpose_a, const float* b, int64_t ldb,
-    bool transpose_b, float beta, float* out, int64_t ldo) {
-  const int m = M, n = N, k = K, la = lda, lb = ldb, lo = ldo;  // BLAS counts in columns: out^T = b^T a^T
-  sgemm_(transpose_b ? "T" : "N", transpose_a ? "T" : "N", &n, &m, &k, &alpha, b, &lb, a, &la, &beta, out, &lo);
+// The dtypes of factors; products are in float32 always.
+enum class Factor { kFloat, kBFloat16, kHalf };
+
+inline int64_t size_of(Factor type) {
+  return type == Factor::kFloat ? 4 : 2;
 }
 
-// A tensor [B, heads, rows, D] whose rows are contiguous.
-template <typename T>
+// Whether this BLAS multiplies factors of the type.
+inline bool multiplies(Factor type) {
+  return type == Factor::kFloat || (type == Factor::kBFloat16 ? gemm_bf16bf16f32_ != nullptr : gemm_f16f16f32_ != nullptr);
+}
+
+// One factor of a product: rows, `row` elements apart.
+struct Matrix {
+  const void* data;
+  int64_t row;
+  bool transposed = false;
+};
+
+// out[M, N] = alpha a b + beta out for a [M, K] and b [K, N], or their transposes.
+inline void multiply(
+    Factor type, int64_t M, int64_t N, int64_t K, float alpha, const Matrix& a, const Matrix& b, float beta, float* out,
+    int64_t out_row) {
+  const int m = M, n = N, k = K, lda = a.row, ldb = b.row, ldo = out_row;
+  const auto call = [&](auto function, auto* example) {  // BLAS counts in columns: out^T = b^T a^T
+    using T = const std::remove_pointer_t<decltype(example)>*;
+    function(b.transposed ? "T" : "N", a.transposed ? "T" : "N", &n, &m, &k, &alpha, static_cast<T>(b.data), &ldb,
+             static_cast<T>(a.data), &lda, &beta, out, &ldo);
+  };
+  switch (type) {
+    case Factor::kFloat:
+      return call(sgemm_, static_cast<float*>(nullptr));
+    case Factor::kBFloat16:
+      return call(gemm_bf16bf16f32_, static_cast<c10::BFloat16*>(nullptr));
+    case Factor::kHalf:
+      return call(gemm_f16f16f32_, static_cast<c10::Half*>(nullptr));
+  }
+}
+
+// A tensor [B, heads, rows, D] in float32 whose rows are contiguous.
 struct Heads {
-  T* data;
+  float* data;
   int64_t batch, head, row;
 
-  T* at(int64_t b, int64_t n, int64_t i) const {
+  float* at(int64_t b, int64_t n, int64_t i) const {
     return data + b * batch + n * head + i * row;
+  }
+};
+
+// The same as factors of products, in the problem's type.
+struct Factors {
+  const char* data;
+  int64_t size, batch, head, row;
+
+  Matrix at(int64_t b, int64_t n, int64_t i, bool transposed = false) const {
+    return {data + size * (b * batch + n * head + i * row), row, transposed};
   }
 };
 
@@ -103,7 +154,8 @@ struct Dropout {
 
 struct Problem {
   int64_t B, N, K, T, S, D, Dv;
-  Heads<const float> query, key, value;
+  Factor type;  // of query, key, value and, backward, the output's gradient
+  Factors query, key, value;
   Side pre, post;
   Mask mask;
   Dropout dropout;
@@ -122,9 +174,9 @@ struct Problem {
   int64_t kv_head(int64_t n) const {
     return n * K / N;
   }
-  // From query to query of a chunk: a line more than the scores, or the rows of a product would share a few sets of the cache.
+  // From query to query of a chunk: a little more than the scores, or the rows of a product would share a few sets of the cache.
   int64_t row_floats() const {
-    return N * kKeys + 16;
+    return N * kKeys + 2 * V;
   }
   int64_t padded_heads() const {  // room for a number a head in whole vectors
     return (N + V - 1) / V * V;
@@ -286,12 +338,12 @@ inline void drop(const Problem& p, const Row& row, float* x) {
 
 // For all heads, a chunk of products of two rows: chunk[c, n, j] = alpha a[c] . b[j]. Keys past the last are zero.
 inline void products(
-    const Problem& p, const Block& block, int64_t b, int64_t chunk, float alpha, const Heads<const float>& a,
-    const Heads<const float>& keys, int64_t D, float* out) {
+    const Problem& p, const Block& block, int64_t b, int64_t chunk, float alpha, const Factors& a, const Factors& keys, int64_t D,
+    float* out) {
   const int64_t j = chunk * kKeys, count = std::min(kKeys, p.S - j);
   for (int64_t n = 0; n < p.N; ++n) {
-    multiply(block.queries, count, D, alpha, a.at(b, n, block.t0), a.row, false, keys.at(b, p.kv_head(n), j), keys.row, true, 0,
-             out + n * kKeys, p.row_floats());
+    multiply(p.type, block.queries, count, D, alpha, a.at(b, n, block.t0), keys.at(b, p.kv_head(n), j, true), 0, out + n * kKeys,
+             p.row_floats());
     for (int64_t c = 0; c < block.queries && count < kKeys; ++c) {
       float* const row = out + c * p.row_floats() + n * kKeys;
       std::fill(row + count, row + kKeys, 0.0f);
@@ -299,9 +351,36 @@ inline void products(
   }
 }
 
+// A chunk as factors: itself, or narrowed into `spare`.
+class ChunkFactors {
+ public:
+  ChunkFactors(const Problem& p, int64_t queries, const float* x, float* spare) : size_(size_of(p.type)), row_(p.row_floats()) {
+    data_ = reinterpret_cast<const char*>(p.type == Factor::kFloat ? x : spare);
+    if (p.type == Factor::kBFloat16) {
+      narrow(x, queries * row_, reinterpret_cast<c10::BFloat16*>(spare));
+    } else if (p.type == Factor::kHalf) {
+      narrow(x, queries * row_, reinterpret_cast<c10::Half*>(spare));
+    }
+  }
+  Matrix head(int64_t n, bool transposed = false) const {
+    return {data_ + size_ * n * kKeys, row_, transposed};
+  }
+
+ private:
+  template <typename T>
+  static void narrow(const float* x, int64_t count, T* to) {
+    for (int64_t i = 0; i < count; i += 2 * V) {
+      at::vec::convert_from_float<T>(Vec::loadu(x + i), Vec::loadu(x + i + V)).store(to + i);
+    }
+  }
+
+  const char* data_;
+  int64_t size_, row_;
+};
+
 // Rows of a block as the sum of what its tasks have made of them, parts [task, N, C, D]; nothing to do where there is one a row.
 inline void add_parts(
-    const Problem& p, const Block& block, int64_t splits, const float* parts, int64_t D, const Heads<float>& out) {
+    const Problem& p, const Block& block, int64_t splits, const float* parts, int64_t D, const Heads& out) {
   const int64_t C = block.queries;
   if (splits == 1) {
     return;
