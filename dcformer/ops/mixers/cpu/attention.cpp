@@ -176,10 +176,11 @@ std::vector<at::Tensor> backward_op(
   Grads grads{heads(out[0]), heads(out[1]), heads(out[2]), dpre.grads(), dpost.grads()};
   at::Tensor dmask;
   if (mask_needs_grad) {
+    const int64_t copies = mask->size(3) == 1 ? at::get_num_threads() : 1;  // one for all keys: every task has its own
     std::vector<int64_t> sizes = mask->sizes().vec();
-    sizes.insert(sizes.begin(), sizes[3] == 1 ? at::get_num_threads() : 1);  // broadcast along the keys: a copy for each task
+    sizes.insert(sizes.begin(), copies);
     dmask = at::zeros(sizes, query.options().dtype(at::kFloat));
-    grads.mask = {dmask.data_ptr<float>(), broadcast_strides(dmask.select(0, 0)), sizes[3] == 1 ? dmask.stride(0) : 0};
+    grads.mask = {dmask.data_ptr<float>(), broadcast_strides(dmask.select(0, 0)), copies > 1 ? dmask.stride(0) : 0};
   }
   backward(call.problem, factors(dout), statistics.const_data_ptr<float>(), grads);
   for (Composition* side : {&dpre, &dpost}) {
