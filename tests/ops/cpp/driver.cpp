@@ -1,5 +1,4 @@
-// Runs the CPU kernel without PyTorch, for sanitizers: odd shapes, every feature, memory poisoned with NaN, tensors of exactly their size,
-// and a BLAS of its own, so that every access of a product is seen.
+// Runs the CPU kernel without PyTorch, for sanitizers: odd shapes, every feature, memory poisoned with NaN, tensors of exactly their size.
 
 #include "backward.h"
 #include "forward.h"
@@ -10,25 +9,12 @@
 #include <optional>
 #include <random>
 
-extern "C" void sgemm_(
-    const char* ta, const char* tb, const int* m, const int* n, const int* k, const float* alpha, const float* a, const int* lda,
-    const float* b, const int* ldb, const float* beta, float* c, const int* ldc) {
-  for (int64_t j = 0; j < *n; ++j) {
-    for (int64_t i = 0; i < *m; ++i) {
-      float sum = 0;
-      for (int64_t l = 0; l < *k; ++l) {
-        sum += (*ta == 'T' ? a[l + i * *lda] : a[i + l * *lda]) * (*tb == 'T' ? b[j + l * *ldb] : b[l + j * *ldb]);
-      }
-      float& out = c[i + j * *ldc];
-      out = *alpha * sum + (*beta == 0 ? 0 : *beta * out);
-    }
-  }
-}
-
 void* operator new(std::size_t size, std::align_val_t align) {
-  const std::size_t unit = static_cast<std::size_t>(align), whole = (size + unit - 1) / unit * unit;
-  void* const memory = std::aligned_alloc(unit, std::max(whole, unit));
-  std::memset(memory, 0xFF, std::max(whole, unit));  // NaN
+  void* memory = nullptr;
+  if (posix_memalign(&memory, static_cast<std::size_t>(align), size) != 0) {
+    std::abort();
+  }
+  std::memset(memory, 0xFF, size);  // NaN
   return memory;
 }
 
@@ -58,12 +44,8 @@ std::vector<float> draw(int64_t size, float scale = 1) {
   return out;
 }
 
-Factors factors(const std::vector<float>& x, int64_t heads, int64_t rows, int64_t D) {
-  return {reinterpret_cast<const char*>(x.data()), 4, heads * rows * D, rows * D, D};
-}
-
-Heads heads(std::vector<float>& x, int64_t heads, int64_t rows, int64_t D) {
-  return {x.data(), heads * rows * D, rows * D, D};
+Heads heads(const std::vector<float>& x, int64_t heads, int64_t rows, int64_t D) {
+  return {reinterpret_cast<char*>(const_cast<float*>(x.data())), Type::kFloat, heads * rows * D, rows * D, D};
 }
 
 bool all_finite(const std::vector<float>& x) {
@@ -96,10 +78,9 @@ std::vector<std::vector<float>> run(const Case& c) {
   const auto grad_out = draw(c.B * c.N * c.T * c.Dv);
   SideTensors pre(c), post(c);
   Problem p{c.B, c.N, c.K, c.T, c.S, c.D, c.Dv};
-  p.type = Factor::kFloat;
-  p.query = factors(query, c.N, c.T, c.D);
-  p.key = factors(key, c.K, c.S, c.D);
-  p.value = factors(value, c.K, c.S, c.Dv);
+  p.query = heads(query, c.N, c.T, c.D);
+  p.key = heads(key, c.K, c.S, c.D);
+  p.value = heads(value, c.K, c.S, c.Dv);
   p.pre = pre.side;
   p.post = post.side;
   p.dropout = {c.dropout, 7};
@@ -128,13 +109,13 @@ std::vector<std::vector<float>> run(const Case& c) {
     statistics[i] = 1;
   }
   forward(p, heads(out, c.N, c.T, c.Dv), statistics.data());
-  std::vector<float> dquery(query.size()), dkey(key.size()), dvalue(value.size());
+  std::vector<float> dquery(query.size()), dkey(c.B * c.K * c.S * padded(c.D)), dvalue(c.B * c.K * c.S * padded(c.Dv));
   grads.query = heads(dquery, c.N, c.T, c.D);
-  grads.key = heads(dkey, c.K, c.S, c.D);
-  grads.value = heads(dvalue, c.K, c.S, c.Dv);
+  grads.key = dkey.data();
+  grads.value = dvalue.data();
   grads.pre = pre.grads;
   grads.post = post.grads;
-  backward(p, factors(grad_out, c.N, c.T, c.Dv), statistics.data(), grads);
+  backward(p, heads(grad_out, c.N, c.T, c.Dv), statistics.data(), grads);
   return {out, statistics, dquery, dkey, dvalue, pre.dbase, pre.dquery, pre.dkey, post.dbase, post.dquery, post.dkey, dadded};
 }
 

@@ -16,23 +16,14 @@ namespace {
 
 using MaybeTensor = std::optional<at::Tensor>;
 
-Factor factor(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kBFloat16 ? Factor::kBFloat16 : tensor.scalar_type() == at::kHalf ? Factor::kHalf : Factor::kFloat;
-}
-
-// With contiguous rows, in a dtype that can be multiplied.
-at::Tensor rows(const at::Tensor& tensor) {
-  const at::Tensor taken = multiplies(factor(tensor)) ? tensor : tensor.to(at::kFloat);
-  return taken.stride(-1) == 1 || taken.size(-1) == 1 ? taken : taken.contiguous();
-}
-
-Factors factors(const at::Tensor& tensor) {
-  return {static_cast<const char*>(tensor.const_data_ptr()), tensor.element_size(), tensor.stride(0), tensor.stride(1),
-          tensor.stride(2)};
+at::Tensor rows_contiguous(const at::Tensor& tensor) {
+  return tensor.stride(-1) == 1 || tensor.size(-1) == 1 ? tensor : tensor.contiguous();
 }
 
 Heads heads(const at::Tensor& tensor) {
-  return {tensor.data_ptr<float>(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+  const auto dtype = tensor.scalar_type();
+  const Type type = dtype == at::kBFloat16 ? Type::kBFloat16 : dtype == at::kHalf ? Type::kHalf : Type::kFloat;
+  return {static_cast<char*>(tensor.data_ptr()), type, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
 std::array<int64_t, 4> broadcast_strides(const at::Tensor& mask) {
@@ -121,12 +112,11 @@ struct Call {
   Call(
       const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, Composition pre_, Composition post_,
       const MaybeTensor& mask_, const MaybeTensor& seed, bool is_causal, std::optional<int64_t> window, double scale, double dropout_p)
-      : query(rows(query)), key(rows(key)), value(rows(value)), pre(std::move(pre_)), post(std::move(post_)) {
+      : query(rows_contiguous(query)), key(rows_contiguous(key)), value(rows_contiguous(value)), pre(std::move(pre_)), post(std::move(post_)) {
     problem = {query.size(0), query.size(1), key.size(1), query.size(2), key.size(2), query.size(3), value.size(3)};
-    problem.type = factor(this->query);
-    problem.query = factors(this->query);
-    problem.key = factors(this->key);
-    problem.value = factors(this->value);
+    problem.query = heads(this->query);
+    problem.key = heads(this->key);
+    problem.value = heads(this->value);
     problem.pre = pre.side();
     problem.post = post.side();
     if (mask_) {
@@ -152,11 +142,11 @@ std::tuple<at::Tensor, at::Tensor> forward_op(
   const Call call(query, key, value, {pre_base, pre_query, pre_key, pre_groups}, {post_base, post_query, post_key, post_groups}, mask,
                   seed, is_causal, window, scale, dropout_p);
   const Problem& p = call.problem;
-  const at::Tensor out = at::zeros({p.B, p.N, p.T, p.Dv}, query.options().dtype(at::kFloat));
+  const at::Tensor out = at::zeros({p.B, p.N, p.T, p.Dv}, query.options());
   const at::Tensor statistics = at::zeros({p.B, p.N, p.T, 2}, query.options().dtype(at::kFloat));
   statistics.select(3, 1).fill_(1);
   forward(p, heads(out), statistics.data_ptr<float>());
-  return {out.to(query.scalar_type()), statistics};
+  return {out, statistics};
 }
 
 std::vector<at::Tensor> backward_op(
@@ -167,22 +157,23 @@ std::vector<at::Tensor> backward_op(
     double dropout_p) {
   const Call call(query, key, value, {pre_base, pre_query, pre_key, pre_groups}, {post_base, post_query, post_key, post_groups}, mask,
                   seed, is_causal, window, scale, dropout_p);
-  const at::Tensor dout = rows(grad_out);
-  std::vector<at::Tensor> out;
-  for (const at::Tensor* part : {&call.query, &call.key, &call.value}) {
-    out.push_back(at::zeros(part->sizes(), part->options().dtype(at::kFloat)));
-  }
+  const Problem& p = call.problem;
+  const at::Tensor dout = rows_contiguous(grad_out);
+  const auto floats = query.options().dtype(at::kFloat);
+  const at::Tensor dquery = at::zeros({p.B, p.N, p.T, p.D}, floats);
+  const at::Tensor dkey = at::zeros({p.B, p.K, p.S, padded(p.D)}, floats), dvalue = at::zeros({p.B, p.K, p.S, padded(p.Dv)}, floats);
   Composition dpre = call.pre.zeros(), dpost = call.post.zeros();
-  Grads grads{heads(out[0]), heads(out[1]), heads(out[2]), dpre.grads(), dpost.grads()};
+  Grads grads{heads(dquery), dkey.data_ptr<float>(), dvalue.data_ptr<float>(), dpre.grads(), dpost.grads()};
   at::Tensor dmask;
   if (mask_needs_grad) {
     const int64_t copies = mask->size(3) == 1 ? at::get_num_threads() : 1;  // one for all keys: every task has its own
     std::vector<int64_t> sizes = mask->sizes().vec();
     sizes.insert(sizes.begin(), copies);
-    dmask = at::zeros(sizes, query.options().dtype(at::kFloat));
+    dmask = at::zeros(sizes, floats);
     grads.mask = {dmask.data_ptr<float>(), broadcast_strides(dmask.select(0, 0)), copies > 1 ? dmask.stride(0) : 0};
   }
-  backward(call.problem, factors(dout), statistics.const_data_ptr<float>(), grads);
+  backward(p, heads(dout), statistics.const_data_ptr<float>(), grads);
+  std::vector<at::Tensor> out{dquery, dkey.narrow(3, 0, p.D), dvalue.narrow(3, 0, p.Dv)};
   for (Composition* side : {&dpre, &dpost}) {
     side->unpack();
     for (const MaybeTensor& part : {side->base, side->query, side->key}) {

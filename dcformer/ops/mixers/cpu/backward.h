@@ -26,9 +26,10 @@ struct MaskGrad {
   int64_t copy = 0;
 };
 
-// Gradients, zero before.
+// Gradients, zero before: query [B, N, T, D], key [B, K, S, padded D], value [B, K, S, padded Dv].
 struct Grads {
-  Heads query, key, value;
+  Heads query;
+  float *key, *value;
   SideGrads pre, post;
   MaskGrad mask;
 };
@@ -48,7 +49,8 @@ class Sums {
     std::fill_n(query_ + task.index * query_task_, query_task_, 0.0f);
   }
   TileGrads at(const Task& task, int64_t c, float* key) {
-    return {base_ + task.index * base_task_, query_ + task.index * query_task_ + c * query_row_, key};
+    return {side_.base ? base_ + task.index * base_task_ : nullptr,
+            side_.query ? query_ + task.index * query_task_ + c * query_row_ : nullptr, key};
   }
   // Writes the gradients of the block's query-wise weights.
   void finish(const Plan& plan, const Block& block, const SideGrads& grads) {
@@ -134,22 +136,44 @@ inline void add_mask_grad(const Problem& p, const MaskGrad& mask, const Task& ta
   }
 }
 
-// For all heads, rows of keys += alpha x^T a: x is a chunk [C, N, kKeys], a the block's rows of queries or of output gradients.
+// For all heads, a chunk of keys [B, K, S, padded D] += alpha x^T a: x is [C, N, kKeys], a the block's rows [N, C, padded D].
 inline void add_to_keys(
-    const Problem& p, const Block& block, const Task& task, int64_t chunk, float alpha, const ChunkFactors& x, const Factors& a,
-    const Heads& keys, int64_t D) {
-  const int64_t j = chunk * kKeys, count = std::min(kKeys, p.S - j);
+    const Problem& p, const Block& block, const Task& task, int64_t chunk, float alpha, const float* x, const float* a, int64_t D,
+    float* keys) {
+  const int64_t j = chunk * kKeys, count = std::min(kKeys, p.S - j), width = padded(D);
   for (int64_t n = 0; n < p.N; ++n) {
-    multiply(p.type, count, D, block.queries, alpha, x.head(n, true), a.at(task.b, n, block.t0), 1, keys.at(task.b, p.kv_head(n), j),
-             keys.row);
+    multiply(count, width, block.queries, alpha, {x + n * kKeys, 1, p.row_floats()}, {a + n * block.queries * width, width, L}, true,
+             keys + ((task.b * p.K + n / p.shared()) * p.S + j) * width, width);
   }
 }
 
-inline void backward(const Problem& p, const Factors& grad_out, const float* statistics, const Grads& grads) {
+// A task's own memory.
+struct BackwardScratch {
+  float *queries, *grad_outs, *weights, *rows, *panels, *spare, *largest, *inverse;
+  int64_t size;
+
+  BackwardScratch(const Problem& p, int64_t C, float* memory) {
+    const int64_t width = padded(p.D), value_width = padded(p.Dv), widest = std::max(width, value_width);
+    Arrays arrays(memory);
+    queries = arrays.take(p.N * C * width);
+    grad_outs = arrays.take(p.N * C * value_width);
+    weights = arrays.take(C * p.row_floats());
+    rows = arrays.take(kKeys * widest);
+    panels = arrays.take(kKeys * widest);
+    spare = arrays.take(p.row_floats());
+    largest = arrays.take(C * p.padded_heads());
+    inverse = arrays.take(C * p.padded_heads());
+    size = arrays.taken();
+  }
+};
+
+inline void backward(const Problem& p, const Heads& grad_out, const float* statistics, const Grads& grads) {
   const Plan plan(p, 3, grads.mask.data != nullptr);  // rows of the batch may share a mask
-  const int64_t row_floats = p.row_floats(), heads = p.padded_heads();
+  const int64_t row_floats = p.row_floats(), heads = p.padded_heads(), width = padded(p.D), value_width = padded(p.Dv);
+  const int64_t scratch_floats = BackwardScratch(p, plan.queries, nullptr).size;
   const Buffer scores(plan.rows * row_floats), ps(plan.rows * row_floats), dps(plan.rows * row_floats);
-  const Buffer row_sums(plan.tasks * plan.queries * heads), partial(plan.tasks * p.N * plan.queries * p.D);
+  const Buffer row_sums(plan.tasks * plan.queries * heads), partial(plan.tasks * p.N * plan.queries * width);
+  const Buffer scratch(plan.tasks * scratch_floats);
   Sums pre(p, p.pre, plan), post(p, p.post, plan);
   for (const Block& block : plan.blocks) {
     const int64_t C = block.queries, splits = plan.splits(block);
@@ -157,46 +181,44 @@ inline void backward(const Problem& p, const Factors& grad_out, const float* sta
     const auto sums_at = [&](int64_t task, int64_t c) { return row_sums + (task * C + c) * heads; };
 
     for_tasks(plan, block, [&](const Task& task) {
-      std::vector<float> spare(row_floats), largest(C * heads), inverse(C * heads);
-      const Buffer weights(C * row_floats), narrow(p.type == Factor::kFloat ? 0 : C * row_floats);
+      const BackwardScratch mine(p, C, scratch + task.index * scratch_floats);
       post.start(task);
       std::fill_n(sums_at(task.index, 0), C * heads, 0.0f);
       for (int64_t n = 0; n < p.N; ++n) {
+        p.query.read(task.b, n, block.t0, C, p.D, width, mine.queries + n * C * width);
+        grad_out.read(task.b, n, block.t0, C, p.Dv, value_width, mine.grad_outs + n * C * value_width);
         const float* const from = statistics + 2 * ((task.b * p.N + n) * p.T + block.t0);
         for (int64_t c = 0; c < C; ++c) {
-          largest[c * heads + n] = from[2 * c];
-          inverse[c * heads + n] = 1 / from[2 * c + 1];
+          mine.largest[c * heads + n] = from[2 * c];
+          mine.inverse[c * heads + n] = 1 / from[2 * c + 1];
         }
       }
       for (int64_t i = task.begin; i < task.end; ++i) {
         const int64_t chunk = block.chunk0 + i;
         float *const x = scores + chunk_at(task, i), *const prob = ps + chunk_at(task, i), *const dprob = dps + chunk_at(task, i);
-        products(p, block, task.b, chunk, p.scale, p.query, p.key, p.D, x);
-        products(p, block, task.b, chunk, 1, grad_out, p.value, p.Dv, dprob);
+        products(p, block, task, chunk, p.scale, mine.queries, p.key, p.D, mine.rows, mine.panels, x);
+        products(p, block, task, chunk, 1, mine.grad_outs, p.value, p.Dv, mine.rows, mine.panels, dprob);
+        if (p.pre.empty()) {
+          std::copy_n(x, C * row_floats, prob);
+        } else {
+          compose(p, p.pre, block, task, chunk, x, prob, mine.spare);
+        }
         for (int64_t c = 0; c < C; ++c) {
           const Row row(p, task.b, block.t0 + c, chunk);
-          float *const y = prob + c * row_floats, *const w = weights + c * row_floats;
-          if (row.empty()) {
-            std::fill_n(w, row_floats, 0.0f);
-            std::fill_n(dprob + c * row_floats, row_floats, 0.0f);
-            continue;
-          }
-          if (p.pre.empty()) {
-            std::copy_n(x + c * row_floats, row_floats, y);
-          } else {
-            compose(p, p.pre, row, x + c * row_floats, y, spare.data());
-          }
-          probabilities(p, row, y, largest.data() + c * heads, inverse.data() + c * heads);
-          if (p.post.empty()) {
-            std::copy_n(y, row_floats, w);
-          } else {
-            compose(p, p.post, row, y, w, spare.data());
-            clear_unseen(p, row, w);
-          }
-          drop(p, row, w);
+          probabilities(p, row, prob + c * row_floats, mine.largest + c * heads, mine.inverse + c * heads);
           drop(p, row, dprob + c * row_floats);
         }
-        compose_backward(p, p.post, grads.post, post, block, task, chunk, prob, dprob, spare.data());
+        if (p.post.empty()) {
+          std::copy_n(prob, C * row_floats, mine.weights);
+        } else {
+          compose(p, p.post, block, task, chunk, prob, mine.weights, mine.spare);
+        }
+        for (int64_t c = 0; c < C; ++c) {
+          const Row row(p, task.b, block.t0 + c, chunk);
+          clear_unseen(p, row, mine.weights + c * row_floats);
+          drop(p, row, mine.weights + c * row_floats);
+        }
+        compose_backward(p, p.post, grads.post, post, block, task, chunk, prob, dprob, mine.spare);
         for (int64_t c = 0; c < C; ++c) {
           const Row row(p, task.b, block.t0 + c, chunk);
           float* const sum = sums_at(task.index, c);
@@ -209,7 +231,7 @@ inline void backward(const Problem& p, const Factors& grad_out, const float* sta
             sum[n] += at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, total);
           }
         }
-        add_to_keys(p, block, task, chunk, 1, ChunkFactors(p, C, weights, narrow), grad_out, grads.value, p.Dv);
+        add_to_keys(p, block, task, chunk, 1, mine.weights, mine.grad_outs, p.Dv, grads.value);
       }
     });
 
@@ -223,11 +245,10 @@ inline void backward(const Problem& p, const Factors& grad_out, const float* sta
     }
 
     for_tasks(plan, block, [&](const Task& task) {
-      std::vector<float> spare(row_floats);
-      const Buffer narrow(p.type == Factor::kFloat ? 0 : C * row_floats);
+      const BackwardScratch mine(p, C, scratch + task.index * scratch_floats);
       pre.start(task);
       for (int64_t i = task.begin; i < task.end; ++i) {
-        const int64_t chunk = block.chunk0 + i, first = chunk * kKeys, count = std::min(kKeys, p.S - first);
+        const int64_t chunk = block.chunk0 + i;
         const float *const x = scores + chunk_at(task, i), *const prob = ps + chunk_at(task, i);
         float* const ds = dps + chunk_at(task, i);
         for (int64_t c = 0; c < C; ++c) {
@@ -245,20 +266,15 @@ inline void backward(const Problem& p, const Factors& grad_out, const float* sta
             add_mask_grad(p, grads.mask, task, row, da);
           }
         }
-        compose_backward(p, p.pre, grads.pre, pre, block, task, chunk, x, ds, spare.data());
-        const ChunkFactors factors(p, C, ds, narrow);
-        for (int64_t n = 0; n < p.N; ++n) {
-          const bool alone = splits == 1;
-          float* const to = alone ? grads.query.at(task.b, n, block.t0) : partial + (task.index * p.N + n) * C * p.D;
-          multiply(p.type, C, p.D, count, p.scale, factors.head(n), p.key.at(task.b, p.kv_head(n), first), i > task.begin, to,
-                   alone ? grads.query.row : p.D);
-        }
-        add_to_keys(p, block, task, chunk, p.scale, factors, p.query, grads.key, p.D);
+        compose_backward(p, p.pre, grads.pre, pre, block, task, chunk, x, ds, mine.spare);
+        weighted_sums(p, block, task, chunk, p.scale, ds, p.key, p.D, mine.rows, i > task.begin,
+                      partial + task.index * p.N * C * width);
+        add_to_keys(p, block, task, chunk, p.scale, ds, mine.queries, p.D, grads.key);
       }
     });
 
     pre.finish(plan, block, grads.pre);
-    add_parts(p, block, splits, partial, p.D, grads.query);
+    add_parts(p, plan, block, partial, p.D, grads.query);
   }
   pre.finish_base(plan, grads.pre);
   post.finish_base(plan, grads.post);

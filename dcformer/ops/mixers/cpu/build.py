@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-_SOURCES = ("compose.h", "problem.h", "forward.h", "backward.h", "attention.cpp")
+_SOURCES = ("gemm.h", "compose.h", "problem.h", "forward.h", "backward.h", "attention.cpp")
 
 
 class BuildError(RuntimeError):

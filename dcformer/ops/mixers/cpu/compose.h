@@ -1,25 +1,15 @@
 // Composition of heads for one query and one tile of keys, forward and backward: register arithmetic with vectors that run along
 // the keys.
 //
-// N heads = G groups of n, R rank, V lanes of a vector, L = U V keys of a tile. A tile of scores lies in a row of a chunk: its
-// heads are kKeys floats apart. Equations and letters: ../../README.md.
+// N heads = G groups of n, R rank, V lanes of a vector, L = U V keys of a tile, which is a panel of gemm.h. A tile of scores lies in a
+// row of a chunk: its heads are kKeys floats apart. Equations and letters: ../../README.md.
 
 #pragma once
 
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
-
-#include <algorithm>
-#include <cstdint>
+#include "gemm.h"
 
 namespace dcformer {
 
-using Vec = at::vec::Vectorized<float>;
-using at::vec::fmadd;
-
-constexpr int64_t V = Vec::size();
-constexpr int64_t U = 2;
-constexpr int64_t L = U * V;
 constexpr int64_t kKeys = 64;  // keys of a chunk
 // Ranks are taken in steps of at most two: four sums a part and vector are what the registers hold.
 constexpr int64_t kRanks = 2;
@@ -42,36 +32,55 @@ struct TileGrads {
   float* key;    // [2 key_rank + 1, N, L]
 };
 
-C10_ALWAYS_INLINE Vec broadcast(const float* p) {
-  return Vec(*p);
+// What one step works on: ranks r.. of the group that starts at `head`. Stores of vectors may alias anything, so that all this is
+// read into locals once.
+struct Step {
+  int64_t n, heads, head, r;
+  bool first;  // also makes identity and gates
+};
+
+template <typename T>
+T* offset(T* part, int64_t floats) {  // nothing stays nothing
+  return part ? part + floats : nullptr;
 }
 
-// The factor of x[m] that all of its gates make: 1 + qg + kg.
-C10_ALWAYS_INLINE void gates(const Tile& t, int64_t m, Vec* gate) {
-  const Vec query(t.query ? 1.0f + t.query[2 * t.query_rank * t.heads + m] : 1.0f);
-  for (int64_t u = 0; u < U; ++u) {
-    gate[u] = t.key ? query + Vec::loadu(t.key + (2 * t.key_rank * t.heads + m) * L + u * V) : query;
+// Gates of a tile: 1 + qg + kg is the factor of x[m]. A missing part is zeros that are read again for every head.
+struct Gates {
+  const float *query, *key;
+  int64_t query_step, key_step;
+
+  Gates(const Tile& t, int64_t head) {
+    static constexpr float zeros[L] = {};
+    query = t.query ? t.query + 2 * t.query_rank * t.heads + head : zeros;
+    query_step = t.query ? 1 : 0;
+    key = t.key ? t.key + (2 * t.key_rank * t.heads + head) * L : zeros;
+    key_step = t.key ? L : 0;
   }
-}
+  C10_ALWAYS_INLINE Vec at(int64_t m, int64_t u) const {
+    return Vec(1.0f + query[m * query_step]) + Vec::loadu(key + m * key_step + u * V);
+  }
+};
 
 // sums[r] = sum over the heads of a group of x[n] w[r, n], for query-wise w (broadcast) and key-wise w (along the keys).
 template <int RQ, int RK>
 C10_ALWAYS_INLINE void mixed_sums(
     const float* x, int64_t n, const float* wq, const float* wk, int64_t heads, Vec (&sq)[kRanks][U], Vec (&sk)[kRanks][U]) {
+#pragma GCC unroll 2
   for (int64_t r = 0; r < kRanks; ++r) {
+#pragma GCC unroll 2
     for (int64_t u = 0; u < U; ++u) {
       sq[r][u] = sk[r][u] = Vec(0.0f);
     }
   }
   for (int64_t i = 0; i < n; ++i) {
-#pragma GCC unroll 4
+#pragma GCC unroll 2
     for (int64_t u = 0; u < U; ++u) {
       const Vec value = Vec::loadu(x + i * kKeys + u * V);
-#pragma GCC unroll 4
+#pragma GCC unroll 2
       for (int64_t r = 0; r < RQ; ++r) {
-        sq[r][u] = fmadd(value, broadcast(wq + r * heads + i), sq[r][u]);
+        sq[r][u] = fmadd(value, Vec(wq[r * heads + i]), sq[r][u]);
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 2
       for (int64_t r = 0; r < RK; ++r) {
         sk[r][u] = fmadd(value, Vec::loadu(wk + (r * heads + i) * L + u * V), sk[r][u]);
       }
@@ -79,124 +88,131 @@ C10_ALWAYS_INLINE void mixed_sums(
   }
 }
 
-// y += the part of Compose(x) that ranks r.. of one group make; the first step also makes identity, gates and base.
-// y may be x where one step does all and there is no base.
-template <int RQ, int RK>
-void forward_step(const Tile& t, int64_t g, int64_t r, bool first, const float* x, float* y) {
-  const int64_t n = t.heads / t.groups, head = g * n;
-  const float* q1 = RQ ? t.query + r * t.heads + head : nullptr;
-  const float* q2 = RQ ? t.query + (t.query_rank + r) * t.heads + head : nullptr;
-  const float* k1 = RK ? t.key + (r * t.heads + head) * L : nullptr;
-  const float* k2 = RK ? t.key + ((t.key_rank + r) * t.heads + head) * L : nullptr;
+// y = the part of Compose(x) that a step makes, added to y unless it is the first. y may be x where one step does all.
+template <int RQ, int RK, bool First>
+void forward_step(const Tile& t, const Step& s, const float* x, float* y) {
+  const int64_t n = s.n, heads = s.heads;
+  const float* const q1 = offset(t.query, s.r * heads + s.head);
+  const float* const q2 = offset(q1, t.query_rank * heads);
+  const float* const k1 = offset(t.key, (s.r * heads + s.head) * L);
+  const float* const k2 = offset(k1, t.key_rank * heads * L);
+  const Gates gates(t, s.head);
   Vec hq[kRanks][U], hk[kRanks][U];
-  mixed_sums<RQ, RK>(x, n, q1, k1, t.heads, hq, hk);
+  mixed_sums<RQ, RK>(x, n, q1, k1, heads, hq, hk);
   for (int64_t m = 0; m < n; ++m) {
-    Vec acc[U], gate[U];
-    if (first) {
-      gates(t, head + m, gate);
-    }
-#pragma GCC unroll 4
+#pragma GCC unroll 2
     for (int64_t u = 0; u < U; ++u) {
-      acc[u] = first ? Vec::loadu(x + m * kKeys + u * V) * gate[u] : Vec::loadu(y + m * kKeys + u * V);
-#pragma GCC unroll 4
+      Vec acc = First ? Vec::loadu(x + m * kKeys + u * V) * gates.at(m, u) : Vec::loadu(y + m * kKeys + u * V);
+#pragma GCC unroll 2
       for (int64_t i = 0; i < RQ; ++i) {
-        acc[u] = fmadd(hq[i][u], broadcast(q2 + i * t.heads + m), acc[u]);
+        acc = fmadd(hq[i][u], Vec(q2[i * heads + m]), acc);
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 2
       for (int64_t i = 0; i < RK; ++i) {
-        acc[u] = fmadd(hk[i][u], Vec::loadu(k2 + (i * t.heads + m) * L + u * V), acc[u]);
+        acc = fmadd(hk[i][u], Vec::loadu(k2 + (i * heads + m) * L + u * V), acc);
       }
-    }
-    if (first && t.base) {
-      const float* column = t.base + g * n * n + m;
-      for (int64_t i = 0; i < n; ++i) {
-        for (int64_t u = 0; u < U; ++u) {
-          acc[u] = fmadd(Vec::loadu(x + i * kKeys + u * V), broadcast(column + i * n), acc[u]);
-        }
-      }
-    }
-    for (int64_t u = 0; u < U; ++u) {
-      acc[u].store(y + m * kKeys + u * V);
+      acc.store(y + m * kKeys + u * V);
     }
   }
 }
 
-// dx += the part that ranks r.. of one group make, and their gradients; the first step also makes identity, gates and base.
-// dx may be dy where one step does all and there is no base.
-template <int RQ, int RK>
-void backward_step(
-    const Tile& t, const TileGrads& d, int64_t g, int64_t r, bool first, const float* x, const float* dy, float* dx) {
-  const int64_t n = t.heads / t.groups, head = g * n;
-  const int64_t q1 = r * t.heads + head, q2 = (t.query_rank + r) * t.heads + head;
-  const int64_t k1 = r * t.heads + head, k2 = (t.key_rank + r) * t.heads + head;
+// y += x base, for one group. y is not x.
+inline void forward_base(const float* base, int64_t n, const float* x, float* y) {
+  for (int64_t m = 0; m < n; ++m) {
+    for (int64_t u = 0; u < U; ++u) {
+      Vec acc = Vec::loadu(y + m * kKeys + u * V);
+      for (int64_t i = 0; i < n; ++i) {
+        acc = fmadd(Vec::loadu(x + i * kKeys + u * V), Vec(base[i * n + m]), acc);
+      }
+      acc.store(y + m * kKeys + u * V);
+    }
+  }
+}
+
+C10_ALWAYS_INLINE void add_to(float* to, const Vec& value) {
+  (Vec::loadu(to) + value).store(to);
+}
+
+// dx = the part that a step makes of dy, added to dx unless it is the first; adds to the gradients. dx may be dy where one step does
+// all.
+template <int RQ, int RK, bool First>
+void backward_step(const Tile& t, const TileGrads& d, const Step& s, const float* x, const float* dy, float* dx) {
+  const int64_t n = s.n, heads = s.heads, at = s.r * heads + s.head, query_rows = t.query_rank * heads, key_rows = t.key_rank * heads;
+  const float *const q1 = offset(t.query, at), *const q2 = offset(q1, query_rows);
+  const float *const k1 = offset(t.key, at * L), *const k2 = offset(k1, key_rows * L);
+  float *const dq1 = offset(d.query, at * V), *const dq2 = offset(dq1, query_rows * V);
+  float *const dk1 = offset(d.key, at * L), *const dk2 = offset(dk1, key_rows * L);
+  float* const dquery_gate = offset(d.query, (2 * query_rows + s.head) * V);
+  float* const dkey_gate = offset(d.key, (2 * key_rows + s.head) * L);
+  const Gates gates(t, s.head);
   Vec hq[kRanks][U], hk[kRanks][U], dhq[kRanks][U], dhk[kRanks][U];
-  mixed_sums<RQ, RK>(x, n, t.query + q1, t.key + k1 * L, t.heads, hq, hk);
-  mixed_sums<RQ, RK>(dy, n, t.query + q2, t.key + k2 * L, t.heads, dhq, dhk);
+  mixed_sums<RQ, RK>(x, n, q1, k1, heads, hq, hk);
+  mixed_sums<RQ, RK>(dy, n, q2, k2, heads, dhq, dhk);
   for (int64_t i = 0; i < n; ++i) {
     Vec value[U], dvalue[U], acc[U];
+#pragma GCC unroll 2
     for (int64_t u = 0; u < U; ++u) {
       value[u] = Vec::loadu(x + i * kKeys + u * V);
       dvalue[u] = Vec::loadu(dy + i * kKeys + u * V);
+      acc[u] = First ? dvalue[u] * gates.at(i, u) : Vec::loadu(dx + i * kKeys + u * V);
     }
-    if (first) {
-      Vec gate[U], dgate(0.0f);
-      gates(t, head + i, gate);
-      float* dkey = t.key ? d.key + (2 * t.key_rank * t.heads + head + i) * L : nullptr;
+    if (First && dquery_gate) {
+      add_to(dquery_gate + i * V, fmadd(value[0], dvalue[0], value[1] * dvalue[1]));
+    }
+    if (First && dkey_gate) {
+#pragma GCC unroll 2
       for (int64_t u = 0; u < U; ++u) {
-        acc[u] = dvalue[u] * gate[u];
-        const Vec product = value[u] * dvalue[u];
-        dgate = dgate + product;
-        if (dkey) {
-          (Vec::loadu(dkey + u * V) + product).store(dkey + u * V);
-        }
-      }
-      if (t.query) {
-        float* dquery = d.query + (2 * t.query_rank * t.heads + head + i) * V;
-        (Vec::loadu(dquery) + dgate).store(dquery);
-      }
-      if (t.base) {
-        const float* row = t.base + (g * n + i) * n;
-        float* drow = d.base + (g * n + i) * n * V;
-        for (int64_t m = 0; m < n; ++m) {
-          Vec sum = Vec::loadu(drow + m * V);
-          for (int64_t u = 0; u < U; ++u) {
-            const Vec other = Vec::loadu(dy + m * kKeys + u * V);
-            acc[u] = fmadd(other, broadcast(row + m), acc[u]);
-            sum = fmadd(value[u], other, sum);
-          }
-          sum.store(drow + m * V);
-        }
-      }
-    } else {
-      for (int64_t u = 0; u < U; ++u) {
-        acc[u] = Vec::loadu(dx + i * kKeys + u * V);
+        float* const to = dkey_gate + i * L + u * V;
+        fmadd(value[u], dvalue[u], Vec::loadu(to)).store(to);
       }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 2
     for (int64_t j = 0; j < RQ; ++j) {
-      float* dq1 = d.query + (q1 + j * t.heads + i) * V;
-      float* dq2 = d.query + (q2 + j * t.heads + i) * V;
-      const Vec w = broadcast(t.query + q1 + j * t.heads + i);
-      Vec sum1 = Vec::loadu(dq1), sum2 = Vec::loadu(dq2);
-#pragma GCC unroll 4
+      const int64_t o = j * heads + i;
+      const Vec w(q1[o]);
+      Vec sum1 = Vec::loadu(dq1 + o * V), sum2 = Vec::loadu(dq2 + o * V);
+#pragma GCC unroll 2
       for (int64_t u = 0; u < U; ++u) {
         acc[u] = fmadd(dhq[j][u], w, acc[u]);
         sum1 = fmadd(dhq[j][u], value[u], sum1);
         sum2 = fmadd(hq[j][u], dvalue[u], sum2);
       }
-      sum1.store(dq1);
-      sum2.store(dq2);
+      sum1.store(dq1 + o * V);
+      sum2.store(dq2 + o * V);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 2
     for (int64_t j = 0; j < RK; ++j) {
-#pragma GCC unroll 4
+#pragma GCC unroll 2
       for (int64_t u = 0; u < U; ++u) {
-        float* dk1 = d.key + (k1 + j * t.heads + i) * L + u * V;
-        float* dk2 = d.key + (k2 + j * t.heads + i) * L + u * V;
-        acc[u] = fmadd(dhk[j][u], Vec::loadu(t.key + (k1 + j * t.heads + i) * L + u * V), acc[u]);
-        fmadd(dhk[j][u], value[u], Vec::loadu(dk1)).store(dk1);
-        fmadd(hk[j][u], dvalue[u], Vec::loadu(dk2)).store(dk2);
+        const int64_t o = (j * heads + i) * L + u * V;
+        acc[u] = fmadd(dhk[j][u], Vec::loadu(k1 + o), acc[u]);
+        fmadd(dhk[j][u], value[u], Vec::loadu(dk1 + o)).store(dk1 + o);
+        fmadd(hk[j][u], dvalue[u], Vec::loadu(dk2 + o)).store(dk2 + o);
       }
+    }
+#pragma GCC unroll 2
+    for (int64_t u = 0; u < U; ++u) {
+      acc[u].store(dx + i * kKeys + u * V);
+    }
+  }
+}
+
+// dx += dy base^T and dbase += x dy^T, for one group. dx is not dy.
+inline void backward_base(const float* base, float* dbase, int64_t n, const float* x, const float* dy, float* dx) {
+  for (int64_t i = 0; i < n; ++i) {
+    Vec value[U], acc[U];
+    for (int64_t u = 0; u < U; ++u) {
+      value[u] = Vec::loadu(x + i * kKeys + u * V);
+      acc[u] = Vec::loadu(dx + i * kKeys + u * V);
+    }
+    for (int64_t m = 0; m < n; ++m) {
+      Vec sum = Vec::loadu(dbase + (i * n + m) * V);
+      for (int64_t u = 0; u < U; ++u) {
+        const Vec other = Vec::loadu(dy + m * kKeys + u * V);
+        acc[u] = fmadd(other, Vec(base[i * n + m]), acc[u]);
+        sum = fmadd(value[u], other, sum);
+      }
+      sum.store(dbase + (i * n + m) * V);
     }
     for (int64_t u = 0; u < U; ++u) {
       acc[u].store(dx + i * kKeys + u * V);
@@ -204,13 +220,15 @@ void backward_step(
   }
 }
 
-// Calls step(rank of this step in the query-wise part, in the key-wise part, first rank, whether first) until all ranks are done.
-template <typename Step>
-inline void for_rank_steps(const Tile& t, const Step& step) {
-  const int64_t rq = t.query ? t.query_rank : 0, rk = t.key ? t.key_rank : 0;
+// Calls body(ranks of the query-wise part in this step, of the key-wise part, the step) for all groups until all ranks are done.
+template <typename Body>
+inline void for_steps(const Tile& t, const Body& body) {
+  const int64_t rq = t.query ? t.query_rank : 0, rk = t.key ? t.key_rank : 0, n = t.heads / t.groups;
   int64_t r = 0;
   do {
-    step(std::clamp<int64_t>(rq - r, 0, kRanks), std::clamp<int64_t>(rk - r, 0, kRanks), r, r == 0);
+    for (int64_t g = 0; g < t.groups; ++g) {
+      body(std::clamp<int64_t>(rq - r, 0, kRanks), std::clamp<int64_t>(rk - r, 0, kRanks), Step{n, t.heads, g * n, r, r == 0});
+    }
     r += kRanks;
   } while (r < std::max(rq, rk));
 }
@@ -230,39 +248,49 @@ inline void copy_tile(int64_t heads, const float* from, float* to) {
 
 // y = Compose(x) for all heads of one query at L keys. y may be x; `spare` holds N kKeys floats.
 inline void forward(const Tile& t, const float* x, float* y, float* spare) {
-  using Function = void (*)(const Tile&, int64_t, int64_t, bool, const float*, float*);
-  constexpr Function steps[3][3] = {
-      {forward_step<0, 0>, forward_step<0, 1>, forward_step<0, 2>},
-      {forward_step<1, 0>, forward_step<1, 1>, forward_step<1, 2>},
-      {forward_step<2, 0>, forward_step<2, 1>, forward_step<2, 2>}};
+  using Function = void (*)(const Tile&, const Step&, const float*, float*);
+  constexpr Function first[3][3] = {
+      {forward_step<0, 0, true>, forward_step<0, 1, true>, forward_step<0, 2, true>},
+      {forward_step<1, 0, true>, forward_step<1, 1, true>, forward_step<1, 2, true>},
+      {forward_step<2, 0, true>, forward_step<2, 1, true>, forward_step<2, 2, true>}};
+  constexpr Function later[3][3] = {
+      {nullptr, forward_step<0, 1, false>, forward_step<0, 2, false>},
+      {forward_step<1, 0, false>, forward_step<1, 1, false>, forward_step<1, 2, false>},
+      {forward_step<2, 0, false>, forward_step<2, 1, false>, forward_step<2, 2, false>}};
   if (x == y && !in_place(t)) {
     copy_tile(t.heads, x, spare);
     x = spare;
   }
-  const int64_t group = t.heads / t.groups * kKeys;
-  for_rank_steps(t, [&](int64_t rq, int64_t rk, int64_t r, bool first) {
-    for (int64_t g = 0; g < t.groups; ++g) {
-      steps[rq][rk](t, g, r, first, x + g * group, y + g * group);
+  for_steps(t, [&](int64_t rq, int64_t rk, const Step& s) {
+    const int64_t o = s.head * kKeys;
+    (s.first ? first : later)[rq][rk](t, s, x + o, y + o);
+    if (s.first && t.base) {
+      forward_base(t.base + s.head * s.n, s.n, x + o, y + o);
     }
   });
 }
 
 // dy of y = Compose(x) becomes dx; adds the gradients of the composition to d.
 inline void backward(const Tile& t, const TileGrads& d, const float* x, float* dy, float* spare) {
-  using Function = void (*)(const Tile&, const TileGrads&, int64_t, int64_t, bool, const float*, const float*, float*);
-  constexpr Function steps[3][3] = {
-      {backward_step<0, 0>, backward_step<0, 1>, backward_step<0, 2>},
-      {backward_step<1, 0>, backward_step<1, 1>, backward_step<1, 2>},
-      {backward_step<2, 0>, backward_step<2, 1>, backward_step<2, 2>}};
+  using Function = void (*)(const Tile&, const TileGrads&, const Step&, const float*, const float*, float*);
+  constexpr Function first[3][3] = {
+      {backward_step<0, 0, true>, backward_step<0, 1, true>, backward_step<0, 2, true>},
+      {backward_step<1, 0, true>, backward_step<1, 1, true>, backward_step<1, 2, true>},
+      {backward_step<2, 0, true>, backward_step<2, 1, true>, backward_step<2, 2, true>}};
+  constexpr Function later[3][3] = {
+      {nullptr, backward_step<0, 1, false>, backward_step<0, 2, false>},
+      {backward_step<1, 0, false>, backward_step<1, 1, false>, backward_step<1, 2, false>},
+      {backward_step<2, 0, false>, backward_step<2, 1, false>, backward_step<2, 2, false>}};
   const float* from = dy;
   if (!in_place(t)) {
     copy_tile(t.heads, dy, spare);
     from = spare;
   }
-  const int64_t group = t.heads / t.groups * kKeys;
-  for_rank_steps(t, [&](int64_t rq, int64_t rk, int64_t r, bool first) {
-    for (int64_t g = 0; g < t.groups; ++g) {
-      steps[rq][rk](t, d, g, r, first, x + g * group, from + g * group, dy + g * group);
+  for_steps(t, [&](int64_t rq, int64_t rk, const Step& s) {
+    const int64_t o = s.head * kKeys;
+    (s.first ? first : later)[rq][rk](t, d, s, x + o, from + o, dy + o);
+    if (s.first && t.base) {
+      backward_base(t.base + s.head * s.n, d.base + s.head * s.n * V, s.n, x + o, from + o, dy + o);
     }
   });
 }

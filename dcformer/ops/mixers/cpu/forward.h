@@ -24,27 +24,26 @@ inline Vec finite(const Vec& largest) {  // the largest of no scores is -inf, an
   return Vec::blendv(largest, Vec(0.0f), largest == Vec(-kInf));
 }
 
-// A row's composed scores become exp(a - largest), zero where it is not seen.
-inline void exponentials(const Problem& p, const Row& row, float* x, const Softmax& out) {
+// out = exp(a - largest) of a row's composed scores, as far as its tiles reach.
+inline void exponentials(const Problem& p, const Row& row, float* a, const Softmax& found, float* out) {
+  const int64_t begin = row.tile_begin() * L, end = row.tile_end() * L;
   for (int64_t n = 0; n < p.N; ++n) {
-    float* const head = x + n * kKeys;
-    apply_mask(p, row, n, head);
-    const int64_t begin = row.tile_begin() * L, end = row.tile_end() * L;
+    float *const from = a + n * kKeys, *const to = out + n * kKeys;
+    apply_mask(p, row, n, from);
     Vec top(-kInf), sum(0.0f);
     for (int64_t j = begin; j < end; j += V) {
-      top = at::vec::maximum(top, Vec::loadu(head + j));
+      top = at::vec::maximum(top, Vec::loadu(from + j));
     }
     const float largest = at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return at::vec::maximum(a, b); }, top);
     const Vec offset(largest == -kInf ? 0.0f : largest);
     for (int64_t j = begin; j < end; j += V) {
-      const Vec e = (Vec::loadu(head + j) - offset).exp_u20();
-      e.store(head + j);
+      const Vec e = (Vec::loadu(from + j) - offset).exp_u20();
+      e.store(to + j);
       sum = sum + e;
     }
-    out.largest[n] = largest;
-    out.sum[n] = at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, sum);
+    found.largest[n] = largest;
+    found.sum[n] = at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, sum);
   }
-  clear_unseen(p, row, x);
 }
 
 // Takes what another chunk, or another task, found of the same rows.
@@ -64,9 +63,9 @@ inline void reset(int64_t count, const Softmax& s) {
   std::fill_n(s.sum, count, 0.0f);
 }
 
-// Weights of a row: exp(a - largest of the chunk) times exp(largest of the chunk - largest) / sum, composed and dropped.
-inline void weigh(
-    const Problem& p, const Row& row, const float* chunk_largest, const Softmax& whole, float* x, float* factors, float* spare) {
+// Probabilities of a row: exp(a - largest of the chunk) times exp(largest of the chunk - largest) / sum.
+inline void normalize(
+    const Problem& p, const Row& row, const float* x, const float* chunk_largest, const Softmax& whole, float* factors, float* out) {
   for (int64_t n = 0; n < p.padded_heads(); n += V) {
     const Vec sum = Vec::loadu(whole.sum + n), offset = finite(Vec::loadu(whole.largest + n));
     const Vec e = (Vec::loadu(chunk_largest + n) - offset).exp();
@@ -74,22 +73,36 @@ inline void weigh(
   }
   for (int64_t n = 0; n < p.N; ++n) {
     for (int64_t j = row.tile_begin() * L; j < row.tile_end() * L; j += V) {
-      (Vec::loadu(x + n * kKeys + j) * Vec(factors[n])).store(x + n * kKeys + j);
+      (Vec::loadu(x + n * kKeys + j) * Vec(factors[n])).store(out + n * kKeys + j);
     }
   }
-  if (!p.post.empty()) {
-    compose(p, p.post, row, x, x, spare);
-    clear_unseen(p, row, x);
-  }
-  drop(p, row, x);
 }
+
+// A task's own memory.
+struct ForwardScratch {
+  float *queries, *chunk, *rows, *panels, *spare, *numbers;
+  int64_t size;
+
+  ForwardScratch(const Problem& p, int64_t C, float* memory) {
+    const int64_t width = padded(p.D), widest = std::max(width, padded(p.Dv));
+    Arrays arrays(memory);
+    queries = arrays.take(p.N * C * width);
+    chunk = arrays.take(C * p.row_floats());
+    rows = arrays.take(kKeys * widest);
+    panels = arrays.take(kKeys * width);
+    spare = arrays.take(p.row_floats());
+    numbers = arrays.take(p.padded_heads());
+    size = arrays.taken();
+  }
+};
 
 // out [B, N, T, Dv], statistics [B, N, T, 2] (largest and sum; 0 and 1 where a row sees no key). Both hold zeros and (0, 1) before.
 inline void forward(const Problem& p, const Heads& out, float* statistics) {
   const Plan plan(p, 1);
-  const int64_t heads = p.padded_heads(), row_floats = p.row_floats();
-  const Buffer chunks(plan.rows * row_floats), largest(plan.rows * heads);
-  const Buffer wholes(2 * plan.tasks * plan.queries * heads), partial(plan.tasks * p.N * plan.queries * p.Dv);
+  const int64_t heads = p.padded_heads(), row_floats = p.row_floats(), width = padded(p.D);
+  const int64_t scratch_floats = ForwardScratch(p, plan.queries, nullptr).size;
+  const Buffer chunks(plan.rows * row_floats), largest(plan.rows * heads), scratch(plan.tasks * scratch_floats);
+  const Buffer wholes(2 * plan.tasks * plan.queries * heads), partial(plan.tasks * p.N * plan.queries * padded(p.Dv));
   for (const Block& block : plan.blocks) {
     const int64_t C = block.queries, splits = plan.splits(block);
     const auto chunk_at = [&](const Task& task, int64_t chunk) { return (task.row * block.chunks + chunk) * C; };
@@ -99,24 +112,24 @@ inline void forward(const Problem& p, const Heads& out, float* statistics) {
     };
 
     for_tasks(plan, block, [&](const Task& task) {
-      std::vector<float> spare(row_floats), sums(heads);
+      const ForwardScratch mine(p, C, scratch + task.index * scratch_floats);
+      for (int64_t n = 0; n < p.N; ++n) {
+        p.query.read(task.b, n, block.t0, C, p.D, width, mine.queries + n * C * width);
+      }
       reset(C * heads, whole(task.index));
-      for (int64_t chunk = task.begin; chunk < task.end; ++chunk) {
-        float* const x = chunks + chunk_at(task, chunk) * row_floats;
-        products(p, block, task.b, block.chunk0 + chunk, p.scale, p.query, p.key, p.D, x);
+      for (int64_t i = task.begin; i < task.end; ++i) {
+        products(p, block, task, block.chunk0 + i, p.scale, mine.queries, p.key, p.D, mine.rows, mine.panels, mine.chunk);
+        if (!p.pre.empty()) {
+          compose(p, p.pre, block, task, block.chunk0 + i, mine.chunk, mine.chunk, mine.spare);
+        }
         for (int64_t c = 0; c < C; ++c) {
-          const Row row(p, task.b, block.t0 + c, block.chunk0 + chunk);
-          const Softmax found{largest + (chunk_at(task, chunk) + c) * heads, sums.data()};
+          const Row row(p, task.b, block.t0 + c, block.chunk0 + i);
+          const Softmax found{largest + (chunk_at(task, i) + c) * heads, mine.numbers};
           reset(heads, found);
-          if (row.empty()) {
-            std::fill_n(x + c * row_floats, row_floats, 0.0f);
-            continue;
+          if (!row.empty()) {
+            exponentials(p, row, mine.chunk + c * row_floats, found, chunks + (chunk_at(task, i) + c) * row_floats);
+            merge(heads, whole(task.index).at(c * heads), found);
           }
-          if (!p.pre.empty()) {
-            compose(p, p.pre, row, x + c * row_floats, x + c * row_floats, spare.data());
-          }
-          exponentials(p, row, x + c * row_floats, found);
-          merge(heads, whole(task.index).at(c * heads), found);
         }
       }
     });
@@ -136,29 +149,29 @@ inline void forward(const Problem& p, const Heads& out, float* statistics) {
     }
 
     for_tasks(plan, block, [&](const Task& task) {
-      std::vector<float> spare(row_floats), factors(heads);
-      const Buffer narrow(p.type == Factor::kFloat ? 0 : C * row_floats);
-      for (int64_t chunk = task.begin; chunk < task.end; ++chunk) {
-        float* const x = chunks + chunk_at(task, chunk) * row_floats;
-        const int64_t j = (block.chunk0 + chunk) * kKeys, count = std::min(kKeys, p.S - j);
+      const ForwardScratch mine(p, C, scratch + task.index * scratch_floats);
+      for (int64_t i = task.begin; i < task.end; ++i) {
         for (int64_t c = 0; c < C; ++c) {
-          const Row row(p, task.b, block.t0 + c, block.chunk0 + chunk);
+          const Row row(p, task.b, block.t0 + c, block.chunk0 + i);
           if (!row.empty()) {
-            weigh(p, row, largest + (chunk_at(task, chunk) + c) * heads, whole(task.row * splits).at(c * heads), x + c * row_floats,
-                  factors.data(), spare.data());
+            normalize(p, row, chunks + (chunk_at(task, i) + c) * row_floats, largest + (chunk_at(task, i) + c) * heads,
+                      whole(task.row * splits).at(c * heads), mine.numbers, mine.chunk + c * row_floats);
           }
         }
-        const ChunkFactors weights(p, C, x, narrow);
-        for (int64_t n = 0; n < p.N; ++n) {
-          const bool alone = splits == 1;
-          float* const to = alone ? out.at(task.b, n, block.t0) : partial + (task.index * p.N + n) * C * p.Dv;
-          multiply(p.type, C, p.Dv, count, 1, weights.head(n), p.value.at(task.b, p.kv_head(n), j), chunk > task.begin, to,
-                   alone ? out.row : p.Dv);
+        if (!p.post.empty()) {
+          compose(p, p.post, block, task, block.chunk0 + i, mine.chunk, mine.chunk, mine.spare);
         }
+        for (int64_t c = 0; c < C; ++c) {
+          const Row row(p, task.b, block.t0 + c, block.chunk0 + i);
+          clear_unseen(p, row, mine.chunk + c * row_floats);
+          drop(p, row, mine.chunk + c * row_floats);
+        }
+        weighted_sums(p, block, task, block.chunk0 + i, 1, mine.chunk, p.value, p.Dv, mine.rows, i > task.begin,
+                      partial + task.index * p.N * C * padded(p.Dv));
       }
     });
 
-    add_parts(p, block, splits, partial, p.Dv, out);
+    add_parts(p, plan, block, partial, p.Dv, out);
   }
 }
 

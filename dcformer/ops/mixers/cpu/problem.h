@@ -21,19 +21,6 @@
 #include <numeric>
 #include <vector>
 
-extern "C" {
-void sgemm_(
-    const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*, const float*, const int*,
-    const float*, float*, const int*);
-// Of MKL alone: half-precision factors, float32 products.
-[[gnu::weak]] void gemm_bf16bf16f32_(
-    const char*, const char*, const int*, const int*, const int*, const float*, const c10::BFloat16*, const int*,
-    const c10::BFloat16*, const int*, const float*, float*, const int*);
-[[gnu::weak]] void gemm_f16f16f32_(
-    const char*, const char*, const int*, const int*, const int*, const float*, const c10::Half*, const int*, const c10::Half*,
-    const int*, const float*, float*, const int*);
-}
-
 namespace dcformer {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -57,62 +44,36 @@ class Buffer {
   float* data_;
 };
 
-// The dtypes of factors; products are in float32 always.
-enum class Factor { kFloat, kBFloat16, kHalf };
+// The dtypes of tensors; products and all that lies between are in float32.
+enum class Type { kFloat, kBFloat16, kHalf };
 
-inline int64_t size_of(Factor type) {
-  return type == Factor::kFloat ? 4 : 2;
-}
-
-// Whether this BLAS multiplies factors of the type.
-inline bool multiplies(Factor type) {
-  return type == Factor::kFloat || (type == Factor::kBFloat16 ? gemm_bf16bf16f32_ != nullptr : gemm_f16f16f32_ != nullptr);
-}
-
-// One factor of a product: rows, `row` elements apart.
-struct Matrix {
-  const void* data;
-  int64_t row;
-  bool transposed = false;
-};
-
-// out[M, N] = alpha a b + beta out for a [M, K] and b [K, N], or their transposes.
-inline void multiply(
-    Factor type, int64_t M, int64_t N, int64_t K, float alpha, const Matrix& a, const Matrix& b, float beta, float* out,
-    int64_t out_row) {
-  const int m = M, n = N, k = K, lda = a.row, ldb = b.row, ldo = out_row;
-  const auto call = [&](auto function, auto* example) {  // BLAS counts in columns: out^T = b^T a^T
-    using T = const std::remove_pointer_t<decltype(example)>*;
-    function(b.transposed ? "T" : "N", a.transposed ? "T" : "N", &n, &m, &k, &alpha, static_cast<T>(b.data), &ldb,
-             static_cast<T>(a.data), &lda, &beta, out, &ldo);
-  };
-  switch (type) {
-    case Factor::kFloat:
-      return call(sgemm_, static_cast<float*>(nullptr));
-    case Factor::kBFloat16:
-      return call(gemm_bf16bf16f32_, static_cast<c10::BFloat16*>(nullptr));
-    case Factor::kHalf:
-      return call(gemm_f16f16f32_, static_cast<c10::Half*>(nullptr));
-  }
-}
-
-// A tensor [B, heads, rows, D] in float32 whose rows are contiguous.
+// A tensor [B, heads, rows, D] of any of them whose rows are contiguous; `batch`, `head`, `row` count elements.
 struct Heads {
-  float* data;
+  char* data;
+  Type type;
   int64_t batch, head, row;
 
-  float* at(int64_t b, int64_t n, int64_t i) const {
-    return data + b * batch + n * head + i * row;
+  // Calls visit(pointer to row i) with the pointer's own type.
+  template <typename Visit>
+  void visit(int64_t b, int64_t n, int64_t i, const Visit& visit) const {
+    const int64_t at = b * batch + n * head + i * row;
+    switch (type) {
+      case Type::kFloat:
+        return visit(reinterpret_cast<float*>(data) + at);
+      case Type::kBFloat16:
+        return visit(reinterpret_cast<c10::BFloat16*>(data) + at);
+      case Type::kHalf:
+        return visit(reinterpret_cast<c10::Half*>(data) + at);
+    }
   }
-};
-
-// The same as factors of products, in the problem's type.
-struct Factors {
-  const char* data;
-  int64_t size, batch, head, row;
-
-  Matrix at(int64_t b, int64_t n, int64_t i, bool transposed = false) const {
-    return {data + size * (b * batch + n * head + i * row), row, transposed};
+  // Rows i.. i + count to floats [count, padded], zeros from D on.
+  void read(int64_t b, int64_t n, int64_t i, int64_t count, int64_t D, int64_t padded, float* to) const {
+    visit(b, n, i, [&](const auto* from) {
+      for (int64_t c = 0; c < count; ++c) {
+        at::vec::convert(from + c * row, to + c * padded, D);
+        std::fill(to + c * padded + D, to + (c + 1) * padded, 0.0f);
+      }
+    });
   }
 };
 
@@ -154,8 +115,7 @@ struct Dropout {
 
 struct Problem {
   int64_t B, N, K, T, S, D, Dv;
-  Factor type;  // of query, key, value and, backward, the output's gradient
-  Factors query, key, value;
+  Heads query, key, value;
   Side pre, post;
   Mask mask;
   Dropout dropout;
@@ -171,8 +131,8 @@ struct Problem {
     const int64_t past = causal ? 1 : window ? window : S + T;
     return std::clamp(i + S - T + past, first(i), S);
   }
-  int64_t kv_head(int64_t n) const {
-    return n * K / N;
+  int64_t shared() const {  // query heads that share a key head
+    return N / K;
   }
   // From query to query of a chunk: a little more than the scores, or the rows of a product would share a few sets of the cache.
   int64_t row_floats() const {
@@ -182,6 +142,11 @@ struct Problem {
     return (N + V - 1) / V * V;
   }
 };
+
+// Head dims as products have them, in whole panels.
+inline int64_t padded(int64_t D) {
+  return (D + L - 1) / L * L;
+}
 
 // Packed floats of the key-wise weights of one tile and of one row of the batch.
 inline int64_t tile_floats(int64_t N, int64_t rank) {
@@ -212,11 +177,13 @@ class Plan {
  public:
   // `buffers`: chunks of floats that a block keeps. `one_row`: blocks of one row of the batch.
   Plan(const Problem& p, int64_t buffers, bool one_row = false) {
-    // A chunk of scores fits the second-level cache with its few companions, a block the last level; products want many rows.
+    // A chunk of scores fits the second-level cache with its few companions, a block the last level; packing wants many rows.
     constexpr int64_t kChunkFloats = 1 << 16, kBlockFloats = 1 << 23;
     const int64_t seen = p.window ? std::min(p.S, p.window + 2 * kKeys) : p.S;
     const int64_t most = std::min(kChunkFloats / (p.N * kKeys), kBlockFloats / (buffers * p.N * (seen + kKeys)));
-    const int64_t queries = std::min(p.T, std::clamp<int64_t>(most, 16, 128));
+    const int64_t blocks_at_least = (p.T - 1) / std::clamp<int64_t>(most, 16, 128) + 1;
+    const int64_t even = (p.T - 1) / std::max<int64_t>(1, blocks_at_least) + 1;
+    queries = std::min(p.T, (even - 1) / kPanelRows * kPanelRows + kPanelRows);
     for (int64_t t = 0; t < p.T; t += queries) {
       const int64_t count = std::min(queries, p.T - t), first = p.first(t), last = p.last(t + count - 1);
       if (last <= first) {
@@ -231,7 +198,6 @@ class Plan {
         tasks = std::max(tasks, blocks.back().batch * splits(blocks.back()));
       }
     }
-    this->queries = queries;
   }
   // Into how many parts a block's keys are split: rows of the batch times parts is a multiple of the threads where it can be.
   int64_t splits(const Block& block) const {
@@ -288,10 +254,17 @@ inline Tile tile(const Problem& p, const Side& side, const Row& row, int64_t t) 
           side.key ? side.key + key : nullptr, side.key_rank};
 }
 
-// y = Compose(x) of a row where it is seen.
-inline void compose(const Problem& p, const Side& side, const Row& row, const float* x, float* y, float* spare) {
-  for (int64_t t = row.tile_begin(); t < row.tile_end(); ++t) {
-    forward(tile(p, side, row, t), x + t * L, y + t * L, spare);
+// y = Compose(x) for the rows of a chunk where they are seen. Tile by tile, so that the tile's key-wise weights stay in the first-level
+// cache while the queries pass.
+inline void compose(
+    const Problem& p, const Side& side, const Block& block, const Task& task, int64_t chunk, const float* x, float* y, float* spare) {
+  for (int64_t t = 0; t < kTiles; ++t) {
+    for (int64_t c = 0; c < block.queries; ++c) {
+      const Row row(p, task.b, block.t0 + c, chunk);
+      if (row.tile_begin() <= t && t < row.tile_end()) {
+        forward(tile(p, side, row, t), x + c * p.row_floats() + t * L, y + c * p.row_floats() + t * L, spare);
+      }
+    }
   }
 }
 
@@ -336,67 +309,73 @@ inline void drop(const Problem& p, const Row& row, float* x) {
   }
 }
 
-// For all heads, a chunk of products of two rows: chunk[c, n, j] = alpha a[c] . b[j]. Keys past the last are zero.
+// For all heads, products of the block's rows with a chunk of keys: out[c, n, j] = alpha a[n, c] . keys[j]. Keys past the last give
+// zeros. a is [N, C, padded D]; rows and panels hold a padded row a key.
 inline void products(
-    const Problem& p, const Block& block, int64_t b, int64_t chunk, float alpha, const Factors& a, const Factors& keys, int64_t D,
-    float* out) {
-  const int64_t j = chunk * kKeys, count = std::min(kKeys, p.S - j);
-  for (int64_t n = 0; n < p.N; ++n) {
-    multiply(p.type, block.queries, count, D, alpha, a.at(b, n, block.t0), keys.at(b, p.kv_head(n), j, true), 0, out + n * kKeys,
-             p.row_floats());
-    for (int64_t c = 0; c < block.queries && count < kKeys; ++c) {
-      float* const row = out + c * p.row_floats() + n * kKeys;
-      std::fill(row + count, row + kKeys, 0.0f);
+    const Problem& p, const Block& block, const Task& task, int64_t chunk, float alpha, const float* a, const Heads& keys, int64_t D,
+    float* rows, float* panels, float* out) {
+  const int64_t j = chunk * kKeys, count = std::min(kKeys, p.S - j), width = padded(D);
+  for (int64_t k = 0; k < p.K; ++k) {
+    keys.read(task.b, k, j, count, D, width, rows);
+    std::fill(rows + count * width, rows + kKeys * width, 0.0f);
+    for (int64_t t = 0; t < kTiles; ++t) {
+      transpose_panel(width, rows + t * L * width, width, panels + t * width * L);
+    }
+    for (int64_t n = k * p.shared(); n < (k + 1) * p.shared(); ++n) {
+      multiply(block.queries, kKeys, D, alpha, {a + n * block.queries * width, width, 1}, {panels, L, width * L}, false,
+               out + n * kKeys, p.row_floats());
     }
   }
 }
 
-// A chunk as factors: itself, or narrowed into `spare`.
-class ChunkFactors {
- public:
-  ChunkFactors(const Problem& p, int64_t queries, const float* x, float* spare) : size_(size_of(p.type)), row_(p.row_floats()) {
-    data_ = reinterpret_cast<const char*>(p.type == Factor::kFloat ? x : spare);
-    if (p.type == Factor::kBFloat16) {
-      narrow(x, queries * row_, reinterpret_cast<c10::BFloat16*>(spare));
-    } else if (p.type == Factor::kHalf) {
-      narrow(x, queries * row_, reinterpret_cast<c10::Half*>(spare));
+// For all heads, the weighted sum of a chunk of keys: out[n, c] = (or +=) alpha sum_j x[c, n, j] keys[j], [N, C, padded D].
+inline void weighted_sums(
+    const Problem& p, const Block& block, const Task& task, int64_t chunk, float alpha, const float* x, const Heads& keys, int64_t D,
+    float* rows, bool accumulate, float* out) {
+  const int64_t j = chunk * kKeys, count = std::min(kKeys, p.S - j), width = padded(D);
+  for (int64_t k = 0; k < p.K; ++k) {
+    keys.read(task.b, k, j, count, D, width, rows);
+    for (int64_t n = k * p.shared(); n < (k + 1) * p.shared(); ++n) {
+      multiply(block.queries, width, count, alpha, {x + n * kKeys, p.row_floats(), 1}, {rows, width, L}, accumulate,
+               out + n * block.queries * width, width);
     }
   }
-  Matrix head(int64_t n, bool transposed = false) const {
-    return {data_ + size_ * n * kKeys, row_, transposed};
-  }
+}
 
- private:
-  template <typename T>
-  static void narrow(const float* x, int64_t count, T* to) {
-    for (int64_t i = 0; i < count; i += 2 * V) {
-      at::vec::convert_from_float<T>(Vec::loadu(x + i), Vec::loadu(x + i + V)).store(to + i);
-    }
-  }
-
-  const char* data_;
-  int64_t size_, row_;
-};
-
-// Rows of a block as the sum of what its tasks have made of them, parts [task, N, C, D]; nothing to do where there is one a row.
-inline void add_parts(
-    const Problem& p, const Block& block, int64_t splits, const float* parts, int64_t D, const Heads& out) {
-  const int64_t C = block.queries;
-  if (splits == 1) {
-    return;
-  }
+// The rows of a block as the sum of what its tasks have made of them, parts [task, N, C, padded D].
+inline void add_parts(const Problem& p, const Plan& plan, const Block& block, const float* parts, int64_t D, const Heads& out) {
+  const int64_t C = block.queries, splits = plan.splits(block), width = padded(D);
   at::parallel_for(0, block.batch * p.N * C, 64, [&](int64_t begin, int64_t end) {
+    std::vector<float> sum(width);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t r = i / (p.N * C), n = i / C % p.N, c = i % C;
-      float* const to = out.at(block.b0 + r, n, block.t0 + c);
+      std::fill(sum.begin(), sum.end(), 0.0f);
       for (int64_t split = 0; split < splits; ++split) {
-        const float* const from = parts + (((r * splits + split) * p.N + n) * C + c) * D;
+        const float* const from = parts + (((r * splits + split) * p.N + n) * C + c) * width;
         for (int64_t d = 0; d < D; ++d) {
-          to[d] = split ? to[d] + from[d] : from[d];
+          sum[d] += from[d];
         }
       }
+      out.visit(block.b0 + r, n, block.t0 + c, [&](auto* to) { at::vec::convert(sum.data(), to, D); });
     }
   });
 }
+
+// Takes arrays of floats out of one piece of memory, each on a boundary of cache lines.
+class Arrays {
+ public:
+  explicit Arrays(float* memory) : begin_(memory), next_(memory) {}
+  float* take(int64_t size) {
+    float* const taken = next_;
+    next_ += (size + 15) / 16 * 16;
+    return taken;
+  }
+  int64_t taken() const {
+    return next_ - begin_;
+  }
+
+ private:
+  float *begin_, *next_;
+};
 
 }  // namespace dcformer
