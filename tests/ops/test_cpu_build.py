@@ -55,7 +55,7 @@ def test_without_a_compiler(tmp_path):
 
 def test_a_failed_build_shows_the_compilers_words(tmp_path):
     broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\necho 'mixer.cpp:1: error: out of luck' >&2\nexit 1\n")
+    broken.write_text("#!/bin/sh\necho 'forward.cpp:1: error: out of luck' >&2\nexit 1\n")
     broken.chmod(0o755)
     code = USE.format(strict=False) + "composed_attention(x, x, x, backend='cpu')"
     out, err = start(tmp_path, code, CXX=str(broken)).communicate()

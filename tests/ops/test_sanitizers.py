@@ -21,7 +21,8 @@ def test_sanitizers_find_nothing(sanitizer, tmp_path):
     if subprocess.run([cxx, *checked, "empty.cpp"], cwd=tmp_path, capture_output=True).returncode != 0:
         pytest.skip(f"{cxx} has no sanitizers")
     torch_folder = Path(torch.__file__).parent
-    includes = [HERE, Path(build.__file__).parent, torch_folder / "include"]
+    kernel = Path(build.__file__).parent
+    includes = [HERE, kernel, torch_folder / "include"]
     command = [
         cxx,
         "-std=c++20",
@@ -33,7 +34,8 @@ def test_sanitizers_find_nothing(sanitizer, tmp_path):
         *(f"-I{folder}" for folder in includes),
     ]
     libraries = [f"-L{torch_folder / 'lib'}", "-lc10", f"-Wl,-rpath,{torch_folder / 'lib'}", "-pthread"]
-    subprocess.run([*command, str(HERE / "driver.cpp"), "-o", str(tmp_path / "driver"), *libraries], check=True)
+    sources = [str(kernel / "forward.cpp"), str(kernel / "backward.cpp"), str(HERE / "driver.cpp")]
+    subprocess.run([*command, *sources, "-o", str(tmp_path / "driver"), *libraries], check=True)
     result = subprocess.run([tmp_path / "driver"], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("ok") == 24

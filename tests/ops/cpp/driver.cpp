@@ -1,7 +1,6 @@
 // Runs the CPU kernel without PyTorch, for sanitizers: odd shapes, every feature, memory poisoned with NaN, tensors of exactly their size.
 
-#include "backward.h"
-#include "forward.h"
+#include "problem.h"
 
 #include <cstdio>
 #include <cstdlib>

@@ -1,7 +1,6 @@
 // The operators dcformer_cpu::forward and dcformer_cpu::backward: tensors to the plain pointers of problem.h and back.
 
-#include "backward.h"
-#include "forward.h"
+#include "problem.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

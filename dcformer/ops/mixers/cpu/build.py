@@ -13,11 +13,13 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-_SOURCES = ("gemm.h", "compose.h", "problem.h", "forward.h", "backward.h", "attention.cpp")
+_HEADERS = ("gemm.h", "compose.h", "problem.h")
+_SOURCES = ("forward.cpp", "backward.cpp", "attention.cpp")
 
 
 class BuildError(RuntimeError):
@@ -56,40 +58,49 @@ def vector_flags() -> list[str]:
     return ["-DCPU_CAPABILITY=DEFAULT"]
 
 
-def _command(cxx: str, output: Path) -> list[str]:
+def _commands(cxx: str, folder: Path, output: Path) -> tuple[list[list[str]], list[str]]:
+    """The commands that compile the sources to objects in `folder`, and the one that links them."""
     root = Path(torch.__file__).parent
     openmp = ["-Xpreprocessor", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]
     includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    link = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
-    flags = ["-std=c++20", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-w", abi]
-    source = Path(__file__).with_name("attention.cpp")
-    return [cxx, *flags, *vector_flags(), *openmp, *includes, str(source), "-o", str(output), *link]
+    flags = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-w", abi, *vector_flags(), *openmp]
+    here = Path(__file__).parent
+    objects = [str((folder / name).with_suffix(".o")) for name in _SOURCES]
+    compiles = [
+        [cxx, *flags, *includes, "-c", str(here / name), "-o", made] for name, made in zip(_SOURCES, objects, strict=True)
+    ]
+    libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
+    return compiles, [cxx, "-shared", *openmp, *objects, "-o", str(output), *libraries]
 
 
 def library_path(cxx: str) -> Path:
     """The file that holds the kernel built from this source, with these flags, against this torch."""
     key = hashlib.sha256()
-    for name in _SOURCES:
+    for name in (*_HEADERS, *_SOURCES):
         key.update(Path(__file__).with_name(name).read_bytes())
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True).stdout
-    key.update(repr((_command(cxx, Path()), version, torch.__version__, sysconfig.get_platform())).encode())
+    commands = _commands(cxx, Path(), Path())
+    key.update(repr((commands, version, torch.__version__, sysconfig.get_platform())).encode())
     return cache_dir() / f"cpu-{key.hexdigest()[:20]}.so"
 
 
 def _build(cxx: str, target: Path) -> None:
     print("dcformer: compiling the CPU kernel (once, about 15 s) ...", file=sys.stderr, flush=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        result = subprocess.run(_command(cxx, temporary), capture_output=True, text=True)
-        if result.returncode != 0:
-            raise BuildError(f"{cxx} failed:\n{result.stderr.strip()}")
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # beside the target, which it is renamed to
+        library = Path(folder, "library.so")
+        compiles, link = _commands(cxx, Path(folder), library)
+        with ThreadPoolExecutor(len(compiles)) as pool:
+            list(pool.map(_run, compiles))
+        _run(link)
+        os.replace(library, target)
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise BuildError(f"{command[0]} failed:\n{result.stderr.strip()}")
 
 
 def library() -> Path:

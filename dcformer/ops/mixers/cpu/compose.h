@@ -134,9 +134,9 @@ C10_ALWAYS_INLINE void add_to(float* to, const Vec& value) {
 }
 
 // dx = the part that a step makes of dy, added to dx unless it is the first; adds to the gradients. dx may be dy where one step does
-// all.
-template <int RQ, int RK, bool First>
-void backward_step(const Tile& t, const TileGrads& d, const Step& s, const float* x, const float* dy, float* dx) {
+// all. With Forward also y = the same of x, since most of what that takes is at hand.
+template <int RQ, int RK, bool First, bool Forward>
+void backward_step(const Tile& t, const TileGrads& d, const Step& s, const float* x, const float* dy, float* dx, float* y) {
   const int64_t n = s.n, heads = s.heads, at = s.r * heads + s.head, query_rows = t.query_rank * heads, key_rows = t.key_rank * heads;
   const float *const q1 = offset(t.query, at), *const q2 = offset(q1, query_rows);
   const float *const k1 = offset(t.key, at * L), *const k2 = offset(k1, key_rows * L);
@@ -152,9 +152,23 @@ void backward_step(const Tile& t, const TileGrads& d, const Step& s, const float
     Vec value[U], dvalue[U], acc[U];
 #pragma GCC unroll 2
     for (int64_t u = 0; u < U; ++u) {
-      value[u] = Vec::loadu(x + i * kKeys + u * V);
-      dvalue[u] = Vec::loadu(dy + i * kKeys + u * V);
-      acc[u] = First ? dvalue[u] * gates.at(i, u) : Vec::loadu(dx + i * kKeys + u * V);
+      const int64_t o = i * kKeys + u * V;
+      value[u] = Vec::loadu(x + o);
+      dvalue[u] = Vec::loadu(dy + o);
+      const Vec gate = First ? gates.at(i, u) : Vec(0.0f);
+      acc[u] = First ? dvalue[u] * gate : Vec::loadu(dx + o);
+      if (Forward) {
+        Vec out = First ? value[u] * gate : Vec::loadu(y + o);
+#pragma GCC unroll 2
+        for (int64_t j = 0; j < RQ; ++j) {
+          out = fmadd(hq[j][u], Vec(q2[j * heads + i]), out);
+        }
+#pragma GCC unroll 2
+        for (int64_t j = 0; j < RK; ++j) {
+          out = fmadd(hk[j][u], Vec::loadu(k2 + (j * heads + i) * L + u * V), out);
+        }
+        out.store(y + o);
+      }
     }
     if (First && dquery_gate) {
       add_to(dquery_gate + i * V, fmadd(value[0], dvalue[0], value[1] * dvalue[1]));
@@ -270,17 +284,19 @@ inline void forward(const Tile& t, const float* x, float* y, float* spare) {
   });
 }
 
-// dy of y = Compose(x) becomes dx; adds the gradients of the composition to d.
-inline void backward(const Tile& t, const TileGrads& d, const float* x, float* dy, float* spare) {
-  using Function = void (*)(const Tile&, const TileGrads&, const Step&, const float*, const float*, float*);
+// dy of y = Compose(x) becomes dx, and adds the gradients of the composition to d. With Forward also makes y.
+template <bool Forward>
+void backward(const Tile& t, const TileGrads& d, const float* x, float* dy, float* y, float* spare) {
+  using Function = void (*)(const Tile&, const TileGrads&, const Step&, const float*, const float*, float*, float*);
+  constexpr bool F = Forward;
   constexpr Function first[3][3] = {
-      {backward_step<0, 0, true>, backward_step<0, 1, true>, backward_step<0, 2, true>},
-      {backward_step<1, 0, true>, backward_step<1, 1, true>, backward_step<1, 2, true>},
-      {backward_step<2, 0, true>, backward_step<2, 1, true>, backward_step<2, 2, true>}};
+      {backward_step<0, 0, true, F>, backward_step<0, 1, true, F>, backward_step<0, 2, true, F>},
+      {backward_step<1, 0, true, F>, backward_step<1, 1, true, F>, backward_step<1, 2, true, F>},
+      {backward_step<2, 0, true, F>, backward_step<2, 1, true, F>, backward_step<2, 2, true, F>}};
   constexpr Function later[3][3] = {
-      {nullptr, backward_step<0, 1, false>, backward_step<0, 2, false>},
-      {backward_step<1, 0, false>, backward_step<1, 1, false>, backward_step<1, 2, false>},
-      {backward_step<2, 0, false>, backward_step<2, 1, false>, backward_step<2, 2, false>}};
+      {nullptr, backward_step<0, 1, false, F>, backward_step<0, 2, false, F>},
+      {backward_step<1, 0, false, F>, backward_step<1, 1, false, F>, backward_step<1, 2, false, F>},
+      {backward_step<2, 0, false, F>, backward_step<2, 1, false, F>, backward_step<2, 2, false, F>}};
   const float* from = dy;
   if (!in_place(t)) {
     copy_tile(t.heads, dy, spare);
@@ -288,9 +304,12 @@ inline void backward(const Tile& t, const TileGrads& d, const float* x, float* d
   }
   for_steps(t, [&](int64_t rq, int64_t rk, const Step& s) {
     const int64_t o = s.head * kKeys;
-    (s.first ? first : later)[rq][rk](t, d, s, x + o, from + o, dy + o);
+    (s.first ? first : later)[rq][rk](t, d, s, x + o, from + o, dy + o, offset(y, o));
     if (s.first && t.base) {
       backward_base(t.base + s.head * s.n, d.base + s.head * s.n * V, s.n, x + o, from + o, dy + o);
+      if (Forward) {
+        forward_base(t.base + s.head * s.n, s.n, x + o, y + o);
+      }
     }
   });
 }

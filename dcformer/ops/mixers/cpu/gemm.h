@@ -40,6 +40,7 @@ inline void multiply_panel(
 #pragma GCC unroll 8
   for (int i = 0; i < M; ++i) {
     sum[i][0] = sum[i][1] = Vec(0.0f);
+    __builtin_prefetch(out + i * out_row, 1);  // there in time for the stores
   }
   for (int64_t k = 0; k < K; ++k) {
     const Vec b0 = Vec::loadu(b + k * b_row), b1 = Vec::loadu(b + k * b_row + V);

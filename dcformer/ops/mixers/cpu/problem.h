@@ -14,6 +14,10 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <array>
 #include <cmath>
 #include <limits>
@@ -27,20 +31,29 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr int64_t kTiles = kKeys / L;
 static_assert(kTiles * L == kKeys, "a chunk is whole tiles");
 
-// Uninitialised floats on a boundary of cache lines.
+// Uninitialised floats on a boundary of cache lines; large ones in large pages where the system has them, since a row's heads
+// and keys lie on many pages.
 class Buffer {
  public:
-  explicit Buffer(int64_t size) : data_(static_cast<float*>(::operator new(size * sizeof(float), kAlign))) {}
+  explicit Buffer(int64_t size) : align_(size * sizeof(float) < 2 << 21 ? kLine : kPage) {
+    data_ = static_cast<float*>(::operator new(size * sizeof(float), align_));
+#ifdef MADV_HUGEPAGE
+    if (align_ == kPage) {
+      madvise(data_, size * sizeof(float), MADV_HUGEPAGE);
+    }
+#endif
+  }
   Buffer(const Buffer&) = delete;
   ~Buffer() {
-    ::operator delete(data_, kAlign);
+    ::operator delete(data_, align_);
   }
   operator float*() const {
     return data_;
   }
 
  private:
-  static constexpr std::align_val_t kAlign{64};
+  static constexpr std::align_val_t kLine{64}, kPage{1 << 21};
+  std::align_val_t align_;
   float* data_;
 };
 
@@ -148,6 +161,36 @@ inline int64_t padded(int64_t D) {
   return (D + L - 1) / L * L;
 }
 
+// Where the gradients of a composition go, laid out as in Side.
+struct SideGrads {
+  float* base = nullptr;
+  float* query = nullptr;
+  float* key = nullptr;
+};
+
+// Where the gradient of a float mask goes. Broadcast dimensions have stride 0; where the keys are one, every task has a copy, that
+// many floats apart.
+struct MaskGrad {
+  float* data = nullptr;
+  std::array<int64_t, 4> stride{};
+  int64_t copy = 0;
+};
+
+// Gradients, zero before: query [B, N, T, D], key [B, K, S, padded D], value [B, K, S, padded Dv].
+struct Grads {
+  Heads query;
+  float *key, *value;
+  SideGrads pre, post;
+  MaskGrad mask;
+};
+
+// The forward pass: out [B, N, T, Dv], statistics [B, N, T, 2] (largest score and sum; 0 and 1 where a row sees no key). They hold zeros
+// and (0, 1) before.
+void forward(const Problem& p, const Heads& out, float* statistics);
+
+// The backward pass, from the output's gradient.
+void backward(const Problem& p, const Heads& grad_out, const float* statistics, const Grads& grads);
+
 // Packed floats of the key-wise weights of one tile and of one row of the batch.
 inline int64_t tile_floats(int64_t N, int64_t rank) {
   return (2 * rank + 1) * N * L;
@@ -177,10 +220,12 @@ class Plan {
  public:
   // `buffers`: chunks of floats that a block keeps. `one_row`: blocks of one row of the batch.
   Plan(const Problem& p, int64_t buffers, bool one_row = false) {
-    // A chunk of scores fits the second-level cache with its few companions, a block the last level; packing wants many rows.
-    constexpr int64_t kChunkFloats = 1 << 16, kBlockFloats = 1 << 23;
+    // A chunk of scores fits the second-level cache, backward with its few companions, and a block the last level. Packing wants many
+    // rows.
+    constexpr int64_t kBlockFloats = 1 << 23;
+    const int64_t chunk_floats = buffers == 1 ? 1 << 17 : 1 << 16;
     const int64_t seen = p.window ? std::min(p.S, p.window + 2 * kKeys) : p.S;
-    const int64_t most = std::min(kChunkFloats / (p.N * kKeys), kBlockFloats / (buffers * p.N * (seen + kKeys)));
+    const int64_t most = std::min(chunk_floats / (p.N * kKeys), kBlockFloats / (buffers * p.N * (seen + kKeys)));
     const int64_t blocks_at_least = (p.T - 1) / std::clamp<int64_t>(most, 16, 128) + 1;
     const int64_t even = (p.T - 1) / std::max<int64_t>(1, blocks_at_least) + 1;
     queries = std::min(p.T, (even - 1) / kPanelRows * kPanelRows + kPanelRows);
@@ -281,6 +326,9 @@ inline void clear_unseen(const Problem& p, const Row& row, float* x) {
 
 // The mask on one head of a row, and -inf around what is seen, as far as its tiles reach.
 inline void apply_mask(const Problem& p, const Row& row, int64_t n, float* x) {
+  if (row.lo == 0 && row.hi == kKeys && !p.mask.visible && !p.mask.added) {
+    return;
+  }
   std::fill(x + row.tile_begin() * L, x + row.lo, -kInf);
   std::fill(x + row.hi, x + row.tile_end() * L, -kInf);
   const int64_t at = p.mask.at(row.b, n, row.i, row.chunk * kKeys), step = p.mask.stride[3];

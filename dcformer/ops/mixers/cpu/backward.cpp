@@ -5,34 +5,10 @@
 // queries and keys. A task owns keys, so gradients of keys, values and key-wise weights are added without conflict; those of
 // query-wise weights, static bases and queries are kept a task and added up in a fixed order.
 
-#pragma once
-
 #include "problem.h"
 
 namespace dcformer {
-
-// Where the gradients of a composition go, laid out as in Side.
-struct SideGrads {
-  float* base = nullptr;
-  float* query = nullptr;
-  float* key = nullptr;
-};
-
-// Where the gradient of a float mask goes. Broadcast dimensions have stride 0; where the keys are one, every task has a copy, that
-// many floats apart.
-struct MaskGrad {
-  float* data = nullptr;
-  std::array<int64_t, 4> stride{};
-  int64_t copy = 0;
-};
-
-// Gradients, zero before: query [B, N, T, D], key [B, K, S, padded D], value [B, K, S, padded Dv].
-struct Grads {
-  Heads query;
-  float *key, *value;
-  SideGrads pre, post;
-  MaskGrad mask;
-};
+namespace {
 
 // What the tasks of a block sum up of one composition: query-wise weights [task, C, 2R+1, N, V] and static base [task, G, n, n, V],
 // vectors along the keys still.
@@ -91,30 +67,28 @@ class Sums {
   Buffer query_, base_;
 };
 
-// Backward of y = Compose(x) for the rows of a chunk, dy to dx. Tile by tile, so that the tile's key-wise weights and their gradients
-// stay in the first-level cache while the queries pass.
-inline void compose_backward(
+// Backward of y = Compose(x) for the rows of a chunk where they are seen, dy to dx; makes y too where it is wanted. Tile by tile, as the
+// forward pass.
+template <bool Forward>
+void compose_backward(
     const Problem& p, const Side& side, const SideGrads& grads, Sums& sums, const Block& block, const Task& task, int64_t chunk,
-    const float* x, float* dy, float* spare) {
-  const int64_t row_floats = p.row_floats();
-  if (side.empty()) {
-    return;
-  }
+    const float* x, float* dy, float* y, float* spare) {
   for (int64_t t = 0; t < kTiles; ++t) {
     for (int64_t c = 0; c < block.queries; ++c) {
       const Row row(p, task.b, block.t0 + c, chunk);
       if (row.empty() || t < row.tile_begin() || t >= row.tile_end()) {
         continue;
       }
-      const int64_t o = c * row_floats + t * L;
+      const int64_t o = c * p.row_floats() + t * L;
       const Tile tile = dcformer::tile(p, side, row, t);
-      backward(tile, sums.at(task, c, side.key ? grads.key + (tile.key - side.key) : nullptr), x + o, dy + o, spare);
+      const TileGrads d = sums.at(task, c, side.key ? grads.key + (tile.key - side.key) : nullptr);
+      backward<Forward>(tile, d, x + o, dy + o, offset(y, o), spare);
     }
   }
 }
 
 // A row's composed scores become probabilities, zero where it is not seen. largest and inverse (of the sum): a number a head.
-inline void probabilities(const Problem& p, const Row& row, float* x, const float* largest, const float* inverse) {
+void probabilities(const Problem& p, const Row& row, float* x, const float* largest, const float* inverse) {
   for (int64_t n = 0; n < p.N; ++n) {
     float* const head = x + n * kKeys;
     apply_mask(p, row, n, head);
@@ -126,7 +100,7 @@ inline void probabilities(const Problem& p, const Row& row, float* x, const floa
 }
 
 // The gradient of a mask from that of the composed scores of a row.
-inline void add_mask_grad(const Problem& p, const MaskGrad& mask, const Task& task, const Row& row, const float* da) {
+void add_mask_grad(const Problem& p, const MaskGrad& mask, const Task& task, const Row& row, const float* da) {
   const auto& stride = mask.stride;
   for (int64_t n = 0; n < p.N; ++n) {
     float* const to = mask.data + task.index * mask.copy + row.b * stride[0] + n * stride[1] + row.i * stride[2];
@@ -137,7 +111,7 @@ inline void add_mask_grad(const Problem& p, const MaskGrad& mask, const Task& ta
 }
 
 // For all heads, a chunk of keys [B, K, S, padded D] += alpha x^T a: x is [C, N, kKeys], a the block's rows [N, C, padded D].
-inline void add_to_keys(
+void add_to_keys(
     const Problem& p, const Block& block, const Task& task, int64_t chunk, float alpha, const float* x, const float* a, int64_t D,
     float* keys) {
   const int64_t j = chunk * kKeys, count = std::min(kKeys, p.S - j), width = padded(D);
@@ -167,7 +141,9 @@ struct BackwardScratch {
   }
 };
 
-inline void backward(const Problem& p, const Heads& grad_out, const float* statistics, const Grads& grads) {
+}  // namespace
+
+void backward(const Problem& p, const Heads& grad_out, const float* statistics, const Grads& grads) {
   const Plan plan(p, 3, grads.mask.data != nullptr);  // rows of the batch may share a mask
   const int64_t row_floats = p.row_floats(), heads = p.padded_heads(), width = padded(p.D), value_width = padded(p.Dv);
   const int64_t scratch_floats = BackwardScratch(p, plan.queries, nullptr).size;
@@ -211,14 +187,13 @@ inline void backward(const Problem& p, const Heads& grad_out, const float* stati
         if (p.post.empty()) {
           std::copy_n(prob, C * row_floats, mine.weights);
         } else {
-          compose(p, p.post, block, task, chunk, prob, mine.weights, mine.spare);
+          compose_backward<true>(p, p.post, grads.post, post, block, task, chunk, prob, dprob, mine.weights, mine.spare);
         }
         for (int64_t c = 0; c < C; ++c) {
           const Row row(p, task.b, block.t0 + c, chunk);
           clear_unseen(p, row, mine.weights + c * row_floats);
           drop(p, row, mine.weights + c * row_floats);
         }
-        compose_backward(p, p.post, grads.post, post, block, task, chunk, prob, dprob, mine.spare);
         for (int64_t c = 0; c < C; ++c) {
           const Row row(p, task.b, block.t0 + c, chunk);
           float* const sum = sums_at(task.index, c);
@@ -266,7 +241,9 @@ inline void backward(const Problem& p, const Heads& grad_out, const float* stati
             add_mask_grad(p, grads.mask, task, row, da);
           }
         }
-        compose_backward(p, p.pre, grads.pre, pre, block, task, chunk, x, ds, mine.spare);
+        if (!p.pre.empty()) {
+          compose_backward<false>(p, p.pre, grads.pre, pre, block, task, chunk, x, ds, nullptr, mine.spare);
+        }
         weighted_sums(p, block, task, chunk, p.scale, ds, p.key, p.D, mine.rows, i > task.begin,
                       partial + task.index * p.N * C * width);
         add_to_keys(p, block, task, chunk, p.scale, ds, mine.queries, p.D, grads.key);

@@ -4,11 +4,10 @@
 // that chunk; the second knows the whole row's largest score and sum, makes the weights of them, composes those and multiplies
 // them with the values. So each exponential is taken once, and the chunks of a block are all that is kept.
 
-#pragma once
-
 #include "problem.h"
 
 namespace dcformer {
+namespace {
 
 // The largest score and the sum of exp(score - largest) of some rows, a number a head each.
 struct Softmax {
@@ -20,34 +19,44 @@ struct Softmax {
   }
 };
 
-inline Vec finite(const Vec& largest) {  // the largest of no scores is -inf, and is not to be subtracted
+Vec finite(const Vec& largest) {  // the largest of no scores is -inf, and is not to be subtracted
   return Vec::blendv(largest, Vec(0.0f), largest == Vec(-kInf));
 }
 
-// out = exp(a - largest) of a row's composed scores, as far as its tiles reach.
-inline void exponentials(const Problem& p, const Row& row, float* a, const Softmax& found, float* out) {
+// out = exp(a - largest) of `count` composed scores of one head, a multiple of V.
+C10_ALWAYS_INLINE void exponentials(int64_t count, const float* a, float* out, float* largest, float* total) {
+  Vec top(-kInf), sum(0.0f);
+#pragma GCC unroll 8
+  for (int64_t j = 0; j < count; j += V) {
+    top = at::vec::maximum(top, Vec::loadu(a + j));
+  }
+  *largest = at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return at::vec::maximum(a, b); }, top);
+  const Vec offset(*largest == -kInf ? 0.0f : *largest);
+#pragma GCC unroll 8
+  for (int64_t j = 0; j < count; j += V) {
+    const Vec e = (Vec::loadu(a + j) - offset).exp_u20();
+    e.store(out + j);
+    sum = sum + e;
+  }
+  *total = at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, sum);
+}
+
+// The same for all heads of a row, as far as its tiles reach.
+void exponentials(const Problem& p, const Row& row, float* a, const Softmax& found, float* out) {
   const int64_t begin = row.tile_begin() * L, end = row.tile_end() * L;
   for (int64_t n = 0; n < p.N; ++n) {
     float *const from = a + n * kKeys, *const to = out + n * kKeys;
     apply_mask(p, row, n, from);
-    Vec top(-kInf), sum(0.0f);
-    for (int64_t j = begin; j < end; j += V) {
-      top = at::vec::maximum(top, Vec::loadu(from + j));
+    if (begin == 0 && end == kKeys) {
+      exponentials(kKeys, from, to, found.largest + n, found.sum + n);
+    } else {
+      exponentials(end - begin, from + begin, to + begin, found.largest + n, found.sum + n);
     }
-    const float largest = at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return at::vec::maximum(a, b); }, top);
-    const Vec offset(largest == -kInf ? 0.0f : largest);
-    for (int64_t j = begin; j < end; j += V) {
-      const Vec e = (Vec::loadu(from + j) - offset).exp_u20();
-      e.store(to + j);
-      sum = sum + e;
-    }
-    found.largest[n] = largest;
-    found.sum[n] = at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, sum);
   }
 }
 
 // Takes what another chunk, or another task, found of the same rows.
-inline void merge(int64_t count, const Softmax& into, const Softmax& from) {
+void merge(int64_t count, const Softmax& into, const Softmax& from) {
   for (int64_t i = 0; i < count; i += V) {
     const Vec a = Vec::loadu(into.largest + i), b = Vec::loadu(from.largest + i), largest = at::vec::maximum(a, b);
     const Vec offset = finite(largest);
@@ -58,13 +67,13 @@ inline void merge(int64_t count, const Softmax& into, const Softmax& from) {
 }
 
 // Softmaxes of `rows` rows that have seen nothing.
-inline void reset(int64_t count, const Softmax& s) {
+void reset(int64_t count, const Softmax& s) {
   std::fill_n(s.largest, count, -kInf);
   std::fill_n(s.sum, count, 0.0f);
 }
 
 // Probabilities of a row: exp(a - largest of the chunk) times exp(largest of the chunk - largest) / sum.
-inline void normalize(
+void normalize(
     const Problem& p, const Row& row, const float* x, const float* chunk_largest, const Softmax& whole, float* factors, float* out) {
   for (int64_t n = 0; n < p.padded_heads(); n += V) {
     const Vec sum = Vec::loadu(whole.sum + n), offset = finite(Vec::loadu(whole.largest + n));
@@ -96,8 +105,9 @@ struct ForwardScratch {
   }
 };
 
-// out [B, N, T, Dv], statistics [B, N, T, 2] (largest and sum; 0 and 1 where a row sees no key). Both hold zeros and (0, 1) before.
-inline void forward(const Problem& p, const Heads& out, float* statistics) {
+}  // namespace
+
+void forward(const Problem& p, const Heads& out, float* statistics) {
   const Plan plan(p, 1);
   const int64_t heads = p.padded_heads(), row_floats = p.row_floats(), width = padded(p.D);
   const int64_t scratch_floats = ForwardScratch(p, plan.queries, nullptr).size;
