@@ -2,7 +2,8 @@
 
     python benchmarks/attention.py [--quick] [--out results/attention]
 
-Writes attention.csv (a line a case: medians, ratios), memory.csv, attention.json (machine, versions, commit), attention.png.
+Writes attention.csv (a line a case: medians, ratios), memory.csv, training.csv (steps of a 10M model, with composition and
+without), attention.json (machine, versions, commit), attention.png.
 Every ratio is a median over rounds in which all backends take turns, so that a machine that slows down slows all of them.
 
 B batch, T queries and keys, N heads, D head dim, W window.
@@ -25,7 +26,7 @@ import matplotlib
 import torch
 import torch.nn.functional as F
 
-from dcformer import composed_attention
+from dcformer import DCFormerConfig, DCFormerForCausalLM, composed_attention
 from dcformer.studies.provenance import provenance
 from dcformer.testing import make_inputs
 
@@ -33,12 +34,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PASSES = ("forward", "forward + backward")
 SDPA = "sdpa"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape. `passes` is "forward" or "forward + backward"; `T` queries see `S` keys."""
+    """One shape. `passes` is "forward" or "forward + backward"; `T` queries see `S` keys; 0 threads are all."""
 
     N: int = 16
     D: int = 64
@@ -47,6 +49,7 @@ class Case:
     window: int = 0
     dtype: str = "fp32"
     passes: str = "forward + backward"
+    threads: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Line:
     window: int
     dtype: str
     passes: str
+    threads: int
     backend: str
     seconds: float
     times_sdpa: float
@@ -67,13 +71,14 @@ class Line:
 
 
 def cases(quick: bool) -> list[Case]:
-    main = [Case(dtype=dtype, passes=passes) for dtype in DTYPES for passes in ("forward", "forward + backward")]
+    main = [Case(dtype=dtype, passes=passes) for dtype in DTYPES for passes in PASSES]
     if quick:
         return [replace(case, T=256) for case in main]
-    lengths = [Case(T=T) for T in (128, 512, 1024, 4096, 8192)]
-    shapes = [Case(N=8), Case(N=32), Case(N=32, D=80), Case(D=128)]
-    decoding = [Case(T=1, S=4096, passes="forward")]
-    return [*main, *lengths, *shapes, Case(T=8192, window=256), *decoding]
+    lengths = [Case(T=T, passes=passes) for T in (128, 512, 1024, 4096, 8192, 16384) for passes in PASSES]
+    shapes = [Case(N=N, D=D) for N in (8, 16, 32) for D in (64, 80, 128) if (N, D) != (16, 64)]
+    scaling = [Case(threads=1, passes=passes) for passes in PASSES]
+    decoding = [Case(T=T, S=4096, passes="forward", dtype=dtype) for T in (1, 8) for dtype in DTYPES]
+    return [*main, *scaling, *shapes, Case(T=8192, window=256), *decoding, *lengths]
 
 
 def runner(case: Case, backend: str) -> Callable[[], None]:
@@ -113,6 +118,8 @@ def windowed_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, w
 
 
 def measure(case: Case, backends: list[str], rounds: int) -> list[Line]:
+    all_threads = torch.get_num_threads()
+    torch.set_num_threads(case.threads or all_threads)
     runs = {backend: runner(case, backend) for backend in backends}
     seconds: dict[str, list[float]] = {backend: [] for backend in backends}
     for run in runs.values():
@@ -122,6 +129,7 @@ def measure(case: Case, backends: list[str], rounds: int) -> list[Line]:
             start = time.perf_counter()
             run()
             seconds[backend].append(time.perf_counter() - start)
+    torch.set_num_threads(all_threads)
     lines = []
     for backend, times in seconds.items():
         ratio = statistics.median(t / s for t, s in zip(times, seconds[SDPA], strict=True))
@@ -153,22 +161,53 @@ print(size, peak() - before)
 
 
 def measure_memory(lengths: list[int], backends: list[str]) -> list[dict[str, object]]:
-    """Peak above the inputs (output, gradients and buffers together), each in a process of its own."""
+    """Peak above the inputs, each in a process of its own; `results_mib` of it are the output and the gradients."""
     lines: list[dict[str, object]] = []
     for T in lengths:
         for backend in backends:
-            for passes in ("forward", "forward + backward"):
+            for passes in PASSES:
                 command = [sys.executable, "-c", MEMORY, str(T), backend, passes]
                 size, extra = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-                mib = {"inputs_mib": round(int(size) / 2**20), "extra_mib": round(int(extra) / 2**20)}
+                results = 16 * T * 64 * 4 + (int(size) if "backward" in passes else 0)
+                sizes = {"inputs_mib": int(size), "extra_mib": int(extra), "results_mib": results}
+                mib = {name: round(value / 2**20) for name, value in sizes.items()}
                 lines.append({"T": T, "N": 16, "D": 64, "backend": backend, "passes": passes, **mib})
+    return lines
+
+
+def measure_training(rounds: int, B: int = 4, T: int = 512) -> list[dict[str, object]]:
+    """Steps of training (forward, backward, AdamW) of the 10M model, with composition and without, in turns."""
+    models = {}
+    for name, changes in (("dcformer", {}), ("compose=None", {"compose": None})):
+        torch.manual_seed(0)
+        config = DCFormerConfig.from_size("10M", vocab_size=4096, max_position_embeddings=T, **changes)
+        model = DCFormerForCausalLM(config)
+        models[name] = (model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    ids = torch.randint(4096, (B, T))
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(rounds + 1):  # the first one warms up
+        for name, (model, optimizer) in models.items():
+            start = time.perf_counter()
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    plain = seconds["compose=None"]
+    lines: list[dict[str, object]] = []
+    for name, times in seconds.items():
+        ratio = statistics.median(t / s for t, s in zip(times, plain, strict=True))
+        parameters = models[name][0].num_parameters()
+        line = {"model": name, "parameters": parameters, "B": B, "T": T, "seconds": statistics.median(times)}
+        lines.append({**line, "times_plain": ratio, "rounds": rounds})
     return lines
 
 
 def plot(lines: list[Line], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6, 4))
     for backend in sorted({line.backend for line in lines}):
-        chosen = [li for li in lines if li.backend == backend and (li.N, li.D, li.window, li.dtype) == (16, 64, 0, "fp32")]
+        shape = (16, 64, 0, 0, "fp32", 0)
+        chosen = [li for li in lines if li.backend == backend and (li.N, li.D, li.S, li.window, li.dtype, li.threads) == shape]
         chosen = sorted((li for li in chosen if li.passes == "forward + backward"), key=lambda li: li.T)
         axes.plot([li.T for li in chosen], [li.times_sdpa for li in chosen], marker="o", label=backend)
     axes.set(
@@ -192,26 +231,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/attention"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="small shapes only, to see that it runs")
-    parser.add_argument("--memory-only", action="store_true", help="measure memory again and leave the times as they are")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     lines: list[Line] = []
-    for case in [] if arguments.memory_only else cases(arguments.quick):
+    for case in cases(arguments.quick):
         backends = [SDPA, "cpu"]
         if case.T <= 2048:
             backends.append("chunked")
         if case == replace(Case(), passes=case.passes):  # it is too slow for more
             backends.append("reference")
-        rounds = arguments.rounds if case.T <= 2048 and case.dtype == "fp32" else max(2, arguments.rounds // 3)
+        slow = case.T > 2048 or (case.dtype != "fp32" and "backward" in case.passes)
+        rounds = max(2, arguments.rounds // 3) if slow else arguments.rounds
         for line in measure(case, backends, rounds):
             lines.append(line)
             print(f"{case}  {line.backend:10} {line.seconds * 1e3:9.1f} ms  {line.times_sdpa:6.2f}x", flush=True)
-    memory = measure_memory([256] if arguments.quick else [8192], ["cpu", "chunked"])
-    for row in memory:
+    memory = measure_memory([256] if arguments.quick else [8192, 16384], ["cpu", "chunked"])
+    training = measure_training(3 if arguments.quick else arguments.rounds, *((1, 64) if arguments.quick else ()))
+    for row in (*memory, *training):
         print(row)
     write_csv(arguments.out / "memory.csv", memory)
-    if arguments.memory_only:
-        return
+    write_csv(arguments.out / "training.csv", training)
     names = [field.name for field in fields(Line)]
     write_csv(arguments.out / "attention.csv", [dict(zip(names, astuple(line), strict=True)) for line in lines])
     (arguments.out / "attention.json").write_text(json.dumps({"command": sys.argv, **provenance()}, indent=1) + "\n")
