@@ -222,7 +222,7 @@ void backward(const Problem& p, const Heads& grad_out, const float* statistics, 
     for_tasks(plan, block, [&](const Task& task) {
       const BackwardScratch mine(p, C, scratch + task.index * scratch_floats);
       pre.start(task);
-      for (int64_t i = task.begin; i < task.end; ++i) {
+      for (int64_t i = task.end; i-- > task.begin;) {  // what was made last is still near
         const int64_t chunk = block.chunk0 + i;
         const float *const x = scores + chunk_at(task, i), *const prob = ps + chunk_at(task, i);
         float* const ds = dps + chunk_at(task, i);
@@ -244,7 +244,7 @@ void backward(const Problem& p, const Heads& grad_out, const float* statistics, 
         if (!p.pre.empty()) {
           compose_backward<false>(p, p.pre, grads.pre, pre, block, task, chunk, x, ds, nullptr, mine.spare);
         }
-        weighted_sums(p, block, task, chunk, p.scale, ds, p.key, p.D, mine.rows, i > task.begin,
+        weighted_sums(p, block, task, chunk, p.scale, ds, p.key, p.D, mine.rows, i + 1 < task.end,
                       partial + task.index * p.N * C * width);
         add_to_keys(p, block, task, chunk, p.scale, ds, mine.queries, p.D, grads.key);
       }

@@ -160,7 +160,7 @@ void forward(const Problem& p, const Heads& out, float* statistics) {
 
     for_tasks(plan, block, [&](const Task& task) {
       const ForwardScratch mine(p, C, scratch + task.index * scratch_floats);
-      for (int64_t i = task.begin; i < task.end; ++i) {
+      for (int64_t i = task.end; i-- > task.begin;) {  // what was made last is still near
         for (int64_t c = 0; c < C; ++c) {
           const Row row(p, task.b, block.t0 + c, block.chunk0 + i);
           if (!row.empty()) {
@@ -176,7 +176,7 @@ void forward(const Problem& p, const Heads& out, float* statistics) {
           clear_unseen(p, row, mine.chunk + c * row_floats);
           drop(p, row, mine.chunk + c * row_floats);
         }
-        weighted_sums(p, block, task, block.chunk0 + i, 1, mine.chunk, p.value, p.Dv, mine.rows, i > task.begin,
+        weighted_sums(p, block, task, block.chunk0 + i, 1, mine.chunk, p.value, p.Dv, mine.rows, i + 1 < task.end,
                       partial + task.index * p.N * C * padded(p.Dv));
       }
     });
