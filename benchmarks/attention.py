@@ -40,7 +40,9 @@ SDPA = "sdpa"
 
 @dataclass(frozen=True)
 class Case:
-    """One shape. `passes` is "forward" or "forward + backward"; `T` queries see `S` keys; 0 threads are all."""
+    """One shape. `passes` is "forward" or "forward + backward"; `T` queries see `S` keys, with S = 0 those before them.
+
+    0 threads are all."""
 
     N: int = 16
     D: int = 64
@@ -84,7 +86,7 @@ def cases(quick: bool) -> list[Case]:
 def runner(case: Case, backend: str) -> Callable[[], None]:
     inputs = make_inputs(N=case.N, T=case.T, S=case.S or case.T, D=case.D, parts="qk", dtype=DTYPES[case.dtype])
     query, key, value = inputs.call()[:3]
-    causal, window = case.T > 1, case.window or None
+    causal, window = not case.S, case.window or None
 
     def attend() -> torch.Tensor:
         if backend == SDPA:
@@ -109,7 +111,7 @@ def windowed_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, w
     """Plain attention in a window with about the same number of pairs: blocks of W queries on their 2 W keys."""
     pieces = []
     for start in range(0, query.shape[2], window):
-        stop, first = start + window, max(0, start - window)
+        stop, first = min(start + window, query.shape[2]), max(0, start - window)
         distance = torch.arange(start, stop)[:, None] - torch.arange(first, stop)
         mask = (distance >= 0) & (distance < window)
         q, k, v = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]

@@ -8,8 +8,11 @@ import subprocess
 import torch
 
 from dcformer.ops import explain
+from dcformer.ops.driver import multiplies
 from dcformer.ops.mixers.cpu import build
 from dcformer.studies.provenance import versions
+
+HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def report() -> list[tuple[str, str]]:
@@ -21,7 +24,7 @@ def report() -> list[tuple[str, str]]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines.append(("GPUs", ", ".join(gpus) or "none that PyTorch can use"))
     for device in ["cpu"] + ["cuda"] * bool(gpus):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for dtype in (torch.float32, *HALF.values()):
             x = torch.zeros(1, 2, 4, 8, device=device, dtype=dtype)
             found = explain(x, x, x)
             reasons = "".join(f"\n  {name}: {reason}" for name, reason in found.reasons.items())
@@ -30,14 +33,7 @@ def report() -> list[tuple[str, str]]:
 
 
 def _processor() -> str:
-    half = [
-        name
-        for name, there in (
-            ("bfloat16", torch.ops.mkldnn._is_mkldnn_bf16_supported),
-            ("float16", torch.ops.mkldnn._is_mkldnn_fp16_supported),
-        )
-        if torch.backends.mkldnn.is_available() and there()
-    ]
+    half = [name for name, dtype in HALF.items() if multiplies(torch.device("cpu"), dtype)]
     instructions = f"instructions for {' and '.join(half)}" if half else "no instructions for half precision"
     vectors = torch.backends.cpu.get_cpu_capability()
     return f"{platform.machine()}, vectors {vectors}, {instructions}, {torch.get_num_threads()} threads"

@@ -99,10 +99,9 @@ def _(grad_out, query, key, value, *args):  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.tensors, ctx.settings = len(inputs[:11]), inputs[11:]
+    ctx.settings = inputs[11:]
     ctx.present = [tensor is not None for tensor in inputs[:10]]
     ctx.save_for_backward(*inputs[:11], output[1])
-    ctx.set_materialize_grads(True)
 
 
 def _backward(ctx: Any, grad_out: Tensor, _grad_statistics: Tensor) -> tuple[Tensor | None, ...]:

@@ -216,7 +216,7 @@ def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _multiplies(device: torch.device, dtype: torch.dtype) -> bool:
+def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the device is fast at products in this dtype: a CPU that lacks the instructions is slower than in float32."""
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return True
@@ -228,7 +228,7 @@ def _multiplies(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _operands(*tensors: Tensor) -> list[Tensor]:
     """The factors of the products: in a dtype that the device multiplies, rows contiguous."""
-    dtype = tensors[0].dtype if _multiplies(tensors[0].device, tensors[0].dtype) else torch.float32
+    dtype = tensors[0].dtype if multiplies(tensors[0].device, tensors[0].dtype) else torch.float32
     return [_rows_contiguous(tensor.to(dtype)) for tensor in tensors]
 
 

@@ -44,11 +44,13 @@ class ExactTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's, with composition weights in groups of their own where they have their own learning rate."""
+        if self.optimizer is not None or self.composition_learning_rate_ratio == 1:
+            return super().create_optimizer(model)
         optimizer = super().create_optimizer(model)
         assert self.model is not None
         composed = [p for m in self.model.modules() if isinstance(m, Compose) for p in m.parameters()]
         chosen = {id(parameter) for parameter in composed}
-        for group in list(optimizer.param_groups) if self.composition_learning_rate_ratio != 1 else []:
+        for group in list(optimizer.param_groups):
             inside = [parameter for parameter in group["params"] if id(parameter) in chosen]
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
             if inside:

@@ -273,8 +273,8 @@ def test_many_equal_scores_in_fp16(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_keys_and_no_queries(backend):
-    for T, S in ((0, 5), (5, 0), (0, 0)):
-        inputs = make_inputs(T=T, S=S)
+    for B, T, S in ((1, 0, 5), (1, 5, 0), (1, 0, 0), (0, 5, 5)):
+        inputs = make_inputs(B=B, T=T, S=S)
         out = composed_attention(*inputs.call(), backend=backend)
-        assert out.shape == (1, 4, T, 16) and bool((out == 0).all())
+        assert out.shape == (B, 4, T, 16) and bool((out == 0).all())
         assert all(bool((g == 0).all()) for g in torch.autograd.grad(out.sum(), inputs.floats()))

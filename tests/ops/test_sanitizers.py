@@ -38,4 +38,3 @@ def test_sanitizers_find_nothing(sanitizer, tmp_path):
     subprocess.run([*command, *sources, "-o", str(tmp_path / "driver"), *libraries], check=True)
     result = subprocess.run([tmp_path / "driver"], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("ok") == 16

@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <optional>
 #include <random>
 
 void* operator new(std::size_t size, std::align_val_t align) {
@@ -130,6 +129,8 @@ int main() {
       {"one query", 1, 5, 5, 1, 300, 4, 4, 1, 2, 2, false, true, 0, ' '},
       {"more queries than keys", 1, 2, 2, 70, 33, 4, 4, 1, 2, -1, false, true, 5, ' '},
       {"plain", 2, 2, 1, 33, 70, 4, 4, 1, -1, -1, false, true, 0, ' '},
+      {"no rows", 0, 2, 1, 9, 9, 4, 4, 1, 2, 2, true, true, 0, ' '},
+      {"no queries", 2, 2, 1, 0, 9, 4, 4, 1, 2, 2, true, true, 0, ' '},
       {"no keys", 1, 2, 2, 3, 0, 4, 4, 1, 2, 2, false, true, 0, ' '},
   };
   bool good = true;

@@ -20,11 +20,11 @@ class CpuMixer:
     priority = 10
 
     def refuses(self, call: Call) -> str | None:
-        """Why not: the tensors are elsewhere, in float64, or the kernel cannot be built here."""
+        """Why not: the tensors are elsewhere, in another dtype, or the kernel cannot be built here."""
         if call.query.device.type != "cpu":
             return f"it runs on the CPU and query is on {call.query.device}"
-        if call.query.dtype == torch.float64:
-            return "it computes in float32 and query is float64"
+        if call.query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"it takes float32, bfloat16 and float16, and query is {call.query.dtype}"
         failure = operators.why_not()
         return None if failure is None else f"the kernel could not be built: {failure}"
 

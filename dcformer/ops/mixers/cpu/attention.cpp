@@ -21,6 +21,7 @@ at::Tensor rows_contiguous(const at::Tensor& tensor) {
 
 Heads heads(const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, "a tensor is ", dtype);
   const Type type = dtype == at::kBFloat16 ? Type::kBFloat16 : dtype == at::kHalf ? Type::kHalf : Type::kFloat;
   return {static_cast<char*>(tensor.data_ptr()), type, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
@@ -56,16 +57,16 @@ struct Composition {
             packed ? packed->const_data_ptr<float>() : nullptr, query ? query->size(2) / 2 : 0, key ? key->size(2) / 2 : 0, groups};
   }
   Composition zeros() const {
-    Composition zeros = *this;
-    for (MaybeTensor* part : {&zeros.base, &zeros.query, &zeros.packed}) {
+    Composition made = *this;
+    for (MaybeTensor* part : {&made.base, &made.query, &made.packed}) {
       if (*part) {
         *part = at::zeros((*part)->sizes(), (*part)->options());
       }
     }
     if (key) {
-      zeros.key = at::empty(key->sizes(), key->options());
+      made.key = at::empty(key->sizes(), key->options());
     }
-    return zeros;
+    return made;
   }
   SideGrads grads() const {
     const auto data = [](const MaybeTensor& part) { return part ? part->data_ptr<float>() : nullptr; };
@@ -165,11 +166,12 @@ std::vector<at::Tensor> backward_op(
   Grads grads{heads(dquery), dkey.data_ptr<float>(), dvalue.data_ptr<float>(), dpre.grads(), dpost.grads()};
   at::Tensor dmask;
   if (mask_needs_grad) {
-    const int64_t copies = mask->size(3) == 1 ? at::get_num_threads() : 1;  // one for all keys: every task has its own
+    const bool one_for_all_keys = mask->size(3) == 1;  // then every task has a copy
+    const int64_t copies = one_for_all_keys ? at::get_num_threads() : 1;
     std::vector<int64_t> sizes = mask->sizes().vec();
     sizes.insert(sizes.begin(), copies);
     dmask = at::zeros(sizes, floats);
-    grads.mask = {dmask.data_ptr<float>(), broadcast_strides(dmask.select(0, 0)), copies > 1 ? dmask.stride(0) : 0};
+    grads.mask = {dmask.data_ptr<float>(), broadcast_strides(dmask.select(0, 0)), one_for_all_keys ? dmask.stride(0) : 0};
   }
   backward(p, heads(dout), statistics.const_data_ptr<float>(), grads);
   std::vector<at::Tensor> out{dquery, dkey.narrow(3, 0, p.D), dvalue.narrow(3, 0, p.Dv)};

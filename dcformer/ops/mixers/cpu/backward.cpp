@@ -76,7 +76,7 @@ void compose_backward(
   for (int64_t t = 0; t < kTiles; ++t) {
     for (int64_t c = 0; c < block.queries; ++c) {
       const Row row(p, task.b, block.t0 + c, chunk);
-      if (row.empty() || t < row.tile_begin() || t >= row.tile_end()) {
+      if (t < row.tile_begin() || t >= row.tile_end()) {
         continue;
       }
       const int64_t o = c * p.row_floats() + t * L;
@@ -150,7 +150,8 @@ void backward(const Problem& p, const Heads& grad_out, const float* statistics, 
   const Buffer scores(plan.rows * row_floats), ps(plan.rows * row_floats), dps(plan.rows * row_floats);
   const Buffer row_sums(plan.tasks * plan.queries * heads), partial(plan.tasks * p.N * plan.queries * width);
   const Buffer scratch(plan.tasks * scratch_floats);
-  Sums pre(p, p.pre, plan), post(p, p.post, plan);
+  TORCH_CHECK(!grads.mask.copy || plan.tasks <= plan.threads);
+  Sums pre_sums(p, p.pre, plan), post_sums(p, p.post, plan);
   for (const Block& block : plan.blocks) {
     const int64_t C = block.queries, splits = plan.splits(block);
     const auto chunk_at = [&](const Task& task, int64_t chunk) { return (task.row * block.chunks + chunk) * C * row_floats; };
@@ -158,7 +159,7 @@ void backward(const Problem& p, const Heads& grad_out, const float* statistics, 
 
     for_tasks(plan, block, [&](const Task& task) {
       const BackwardScratch mine(p, C, scratch + task.index * scratch_floats);
-      post.start(task);
+      post_sums.start(task);
       std::fill_n(sums_at(task.index, 0), C * heads, 0.0f);
       for (int64_t n = 0; n < p.N; ++n) {
         p.query.read(task.b, n, block.t0, C, p.D, width, mine.queries + n * C * width);
@@ -187,7 +188,7 @@ void backward(const Problem& p, const Heads& grad_out, const float* statistics, 
         if (p.post.empty()) {
           std::copy_n(prob, C * row_floats, mine.weights);
         } else {
-          compose_backward<true>(p, p.post, grads.post, post, block, task, chunk, prob, dprob, mine.weights, mine.spare);
+          compose_backward<true>(p, p.post, grads.post, post_sums, block, task, chunk, prob, dprob, mine.weights, mine.spare);
         }
         for (int64_t c = 0; c < C; ++c) {
           const Row row(p, task.b, block.t0 + c, chunk);
@@ -210,7 +211,7 @@ void backward(const Problem& p, const Heads& grad_out, const float* statistics, 
       }
     });
 
-    post.finish(plan, block, grads.post);
+    post_sums.finish(plan, block, grads.post);
     for (int64_t r = 0; r < block.batch; ++r) {
       for (int64_t split = 1; split < splits; ++split) {
         for (int64_t i = 0; i < C * heads; ++i) {
@@ -221,7 +222,7 @@ void backward(const Problem& p, const Heads& grad_out, const float* statistics, 
 
     for_tasks(plan, block, [&](const Task& task) {
       const BackwardScratch mine(p, C, scratch + task.index * scratch_floats);
-      pre.start(task);
+      pre_sums.start(task);
       for (int64_t i = task.end; i-- > task.begin;) {  // what was made last is still near
         const int64_t chunk = block.chunk0 + i;
         const float *const x = scores + chunk_at(task, i), *const prob = ps + chunk_at(task, i);
@@ -242,7 +243,7 @@ void backward(const Problem& p, const Heads& grad_out, const float* statistics, 
           }
         }
         if (!p.pre.empty()) {
-          compose_backward<false>(p, p.pre, grads.pre, pre, block, task, chunk, x, ds, nullptr, mine.spare);
+          compose_backward<false>(p, p.pre, grads.pre, pre_sums, block, task, chunk, x, ds, nullptr, mine.spare);
         }
         weighted_sums(p, block, task, chunk, p.scale, ds, p.key, p.D, mine.rows, i + 1 < task.end,
                       partial + task.index * p.N * C * width);
@@ -250,11 +251,11 @@ void backward(const Problem& p, const Heads& grad_out, const float* statistics, 
       }
     });
 
-    pre.finish(plan, block, grads.pre);
+    pre_sums.finish(plan, block, grads.pre);
     add_parts(p, plan, block, partial, p.D, grads.query);
   }
-  pre.finish_base(plan, grads.pre);
-  post.finish_base(plan, grads.post);
+  pre_sums.finish_base(plan, grads.pre);
+  post_sums.finish_base(plan, grads.post);
 }
 
 }  // namespace dcformer

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -53,8 +52,6 @@ def vector_flags() -> list[str]:
         ]
     if capability == "AVX2":
         return ["-DCPU_CAPABILITY_AVX2", "-DCPU_CAPABILITY=AVX2", "-mavx2", "-mfma", "-mf16c"]
-    if platform.machine() in ("aarch64", "arm64"):
-        return ["-DCPU_CAPABILITY=DEFAULT", "-mcpu=native"]
     return ["-DCPU_CAPABILITY=DEFAULT"]
 
 
@@ -112,7 +109,12 @@ def library() -> Path:
     """
     cxx = compiler()
     if cxx is None:
-        raise BuildError("no C++ compiler found; install g++ or clang++, or set CXX")
+        chosen = os.environ.get("CXX")
+        raise BuildError(
+            f"CXX={chosen!r} is no program on the path"
+            if chosen
+            else "no C++ compiler found; install g++ or clang++, or set CXX"
+        )
     target = library_path(cxx)
     if not target.exists():
         _build(cxx, target)

@@ -14,7 +14,7 @@ constexpr int64_t kKeys = 64;  // keys of a chunk
 // Ranks are taken in steps of at most two: four sums a part and vector are what the registers hold.
 constexpr int64_t kRanks = 2;
 
-// One composition as a tile sees it. A missing part is a null pointer. Rows of `query` and `key` are w1, w2, gate.
+// One composition as a tile sees it. A missing part is a null pointer of rank 0. Rows of `query` and `key` are w1, w2, gate.
 struct Tile {
   int64_t heads;         // N
   int64_t groups;        // G
@@ -36,7 +36,10 @@ struct TileGrads {
 // read into locals once.
 struct Step {
   int64_t n, heads, head, r;
-  bool first;  // also makes identity and gates
+
+  bool first() const {  // which also makes identity and gates
+    return r == 0;
+  }
 };
 
 template <typename T>
@@ -237,11 +240,11 @@ inline void backward_base(const float* base, float* dbase, int64_t n, const floa
 // Calls body(ranks of the query-wise part in this step, of the key-wise part, the step) for all groups until all ranks are done.
 template <typename Body>
 inline void for_steps(const Tile& t, const Body& body) {
-  const int64_t rq = t.query ? t.query_rank : 0, rk = t.key ? t.key_rank : 0, n = t.heads / t.groups;
+  const int64_t rq = t.query_rank, rk = t.key_rank, n = t.heads / t.groups;
   int64_t r = 0;
   do {
     for (int64_t g = 0; g < t.groups; ++g) {
-      body(std::clamp<int64_t>(rq - r, 0, kRanks), std::clamp<int64_t>(rk - r, 0, kRanks), Step{n, t.heads, g * n, r, r == 0});
+      body(std::clamp<int64_t>(rq - r, 0, kRanks), std::clamp<int64_t>(rk - r, 0, kRanks), Step{n, t.heads, g * n, r});
     }
     r += kRanks;
   } while (r < std::max(rq, rk));
@@ -249,7 +252,7 @@ inline void for_steps(const Tile& t, const Body& body) {
 
 // Whether the result may be written over the input.
 inline bool in_place(const Tile& t) {
-  return !t.base && (t.query ? t.query_rank : 0) <= kRanks && (t.key ? t.key_rank : 0) <= kRanks;
+  return !t.base && t.query_rank <= kRanks && t.key_rank <= kRanks;
 }
 
 inline void copy_tile(int64_t heads, const float* from, float* to) {
@@ -277,8 +280,8 @@ inline void forward(const Tile& t, const float* x, float* y, float* spare) {
   }
   for_steps(t, [&](int64_t rq, int64_t rk, const Step& s) {
     const int64_t o = s.head * kKeys;
-    (s.first ? first : later)[rq][rk](t, s, x + o, y + o);
-    if (s.first && t.base) {
+    (s.first() ? first : later)[rq][rk](t, s, x + o, y + o);
+    if (s.first() && t.base) {
       forward_base(t.base + s.head * s.n, s.n, x + o, y + o);
     }
   });
@@ -304,8 +307,8 @@ void backward(const Tile& t, const TileGrads& d, const float* x, float* dy, floa
   }
   for_steps(t, [&](int64_t rq, int64_t rk, const Step& s) {
     const int64_t o = s.head * kKeys;
-    (s.first ? first : later)[rq][rk](t, d, s, x + o, from + o, dy + o, offset(y, o));
-    if (s.first && t.base) {
+    (s.first() ? first : later)[rq][rk](t, d, s, x + o, from + o, dy + o, offset(y, o));
+    if (s.first() && t.base) {
       backward_base(t.base + s.head * s.n, d.base + s.head * s.n * V, s.n, x + o, from + o, dy + o);
       if (Forward) {
         forward_base(t.base + s.head * s.n, s.n, x + o, y + o);

@@ -47,7 +47,7 @@ void exponentials(const Problem& p, const Row& row, float* a, const Softmax& fou
   for (int64_t n = 0; n < p.N; ++n) {
     float *const from = a + n * kKeys, *const to = out + n * kKeys;
     apply_mask(p, row, n, from);
-    if (begin == 0 && end == kKeys) {
+    if (begin == 0 && end == kKeys) {  // a constant count is unrolled
       exponentials(kKeys, from, to, found.largest + n, found.sum + n);
     } else {
       exponentials(end - begin, from + begin, to + begin, found.largest + n, found.sum + n);
@@ -66,7 +66,7 @@ void merge(int64_t count, const Softmax& into, const Softmax& from) {
   }
 }
 
-// Softmaxes of `rows` rows that have seen nothing.
+// Numbers of rows that have seen nothing yet.
 void reset(int64_t count, const Softmax& s) {
   std::fill_n(s.largest, count, -kInf);
   std::fill_n(s.sum, count, 0.0f);

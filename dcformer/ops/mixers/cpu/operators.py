@@ -1,4 +1,4 @@
-"""Loads the operators `dcformer_cpu::forward` and `dcformer_cpu::backward`, and gives them shapes for the compiler.
+"""Loads the operators `dcformer_cpu::forward` and `dcformer_cpu::backward`; with their shapes they may be traced by themselves.
 
 B batch, T queries, N heads.
 """
@@ -6,6 +6,7 @@ B batch, T queries, N heads.
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 
 import torch
@@ -13,11 +14,14 @@ from torch import Tensor
 
 from dcformer.ops.mixers.cpu import build
 
+_lock = threading.Lock()
+
 
 @torch.compiler.assume_constant_result
 def why_not() -> str | None:
     """Makes the operators available, building them at first use. Returns why that failed, or `None`."""
-    return _load()
+    with _lock:
+        return _load()
 
 
 @functools.cache

@@ -35,7 +35,7 @@ static_assert(kTiles * L == kKeys, "a chunk is whole tiles");
 // and keys lie on many pages.
 class Buffer {
  public:
-  explicit Buffer(int64_t size) : align_(size * sizeof(float) < 2 << 21 ? kLine : kPage) {
+  explicit Buffer(int64_t size) : align_(size * sizeof(float) < 2 * kPageBytes ? kLine : kPage) {
     data_ = static_cast<float*>(::operator new(size * sizeof(float), align_));
 #ifdef MADV_HUGEPAGE
     if (align_ == kPage) {
@@ -52,7 +52,8 @@ class Buffer {
   }
 
  private:
-  static constexpr std::align_val_t kLine{64}, kPage{1 << 21};
+  static constexpr std::size_t kPageBytes = 1 << 21;
+  static constexpr std::align_val_t kLine{64}, kPage{kPageBytes};
   std::align_val_t align_;
   float* data_;
 };
@@ -90,7 +91,7 @@ struct Heads {
   }
 };
 
-// A Composition: base [G, n, n], query [B, T, 2 query_rank + 1, N], key as `pack` leaves it. A missing part is a null pointer.
+// A Composition: base [G, n, n], query [B, T, 2 query_rank + 1, N], key as `for_packed` says. A missing part is a null pointer of rank 0.
 struct Side {
   const float* base = nullptr;
   const float* query = nullptr;
@@ -176,7 +177,8 @@ struct MaskGrad {
   int64_t copy = 0;
 };
 
-// Gradients, zero before: query [B, N, T, D], key [B, K, S, padded D], value [B, K, S, padded Dv].
+// Gradients: query [B, N, T, D], key [B, K, S, padded D], value [B, K, S, padded Dv]. All hold zeros before, since keys are added to and
+// queries that see nothing are not written.
 struct Grads {
   Heads query;
   float *key, *value;
@@ -199,7 +201,7 @@ inline int64_t packed_floats(int64_t S, int64_t N, int64_t rank) {
   return (S + kKeys - 1) / kKeys * kTiles * tile_floats(N, rank);
 }
 
-// Calls visit(offset of key j's weights, of the same in the packed ones) for all keys. Packed: tiles of [2R+1, N, L].
+// Calls visit(b, j, where the weights of key j are in the packed ones) for all keys. Packed: tiles of [2R+1, N, L].
 template <typename Visit>
 void for_packed(int64_t B, int64_t S, int64_t N, int64_t rank, const Visit& visit) {
   at::parallel_for(0, B * S, 256, [&](int64_t begin, int64_t end) {
@@ -224,7 +226,7 @@ class Plan {
     // rows.
     constexpr int64_t kBlockFloats = 1 << 23;
     const int64_t chunk_floats = buffers == 1 ? 1 << 17 : 1 << 16;
-    const int64_t seen = p.window ? std::min(p.S, p.window + 2 * kKeys) : p.S;
+    const int64_t seen = p.window && p.window < p.S ? std::min(p.S, (p.causal ? 1 : 2) * p.window + 2 * kKeys) : p.S;
     const int64_t most = std::min(chunk_floats / (p.N * kKeys), kBlockFloats / (buffers * p.N * (seen + kKeys)));
     const int64_t blocks_at_least = (p.T - 1) / std::clamp<int64_t>(most, 16, 128) + 1;
     const int64_t even = (p.T - 1) / std::max<int64_t>(1, blocks_at_least) + 1;
@@ -236,7 +238,7 @@ class Plan {
       }
       const int64_t chunk0 = first / kKeys, chunks = (last - 1) / kKeys + 1 - chunk0;
       const int64_t fit = kBlockFloats / 4 / (buffers * p.N * count * chunks * kKeys);
-      const int64_t together = one_row ? 1 : std::clamp<int64_t>(fit, 1, p.B);
+      const int64_t together = one_row ? 1 : std::max<int64_t>(1, std::min({fit, p.B, 4 * threads}));
       for (int64_t b = 0; b < p.B; b += together) {
         blocks.push_back({b, std::min(together, p.B - b), t, count, chunk0, chunks});
         rows = std::max(rows, blocks.back().batch * count * chunks);
@@ -412,18 +414,19 @@ inline void add_parts(const Problem& p, const Plan& plan, const Block& block, co
 // Takes arrays of floats out of one piece of memory, each on a boundary of cache lines.
 class Arrays {
  public:
-  explicit Arrays(float* memory) : begin_(memory), next_(memory) {}
+  explicit Arrays(float* memory) : memory_(memory) {}  // nothing, to count only
   float* take(int64_t size) {
-    float* const taken = next_;
-    next_ += (size + 15) / 16 * 16;
-    return taken;
+    float* const array = memory_ ? memory_ + taken_ : nullptr;
+    taken_ += (size + 15) / 16 * 16;
+    return array;
   }
   int64_t taken() const {
-    return next_ - begin_;
+    return taken_;
   }
 
  private:
-  float *begin_, *next_;
+  float* memory_;
+  int64_t taken_ = 0;
 };
 
 }  // namespace dcformer
