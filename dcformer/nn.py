@@ -71,7 +71,7 @@ class Compose(nn.Module):
 
         [w1, w2] = split(GELU(h dw1) qkw),  w1 = w1 / rms(w1 over its n heads),  gate = tanh(h dd)
 
-    Parameter names are those of the released checkpoints. What an option leaves out has no parameters.
+    Parameters have the shapes of the released checkpoints. What an option leaves out has no parameters.
 
     Initialisation (the paper's training code):
 

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dcformer import Composition, composed_attention
 from dcformer.ops import composed_weights, explain, register_mixer
-from dcformer.ops.autograd import composed_attention_op
+from dcformer.ops.autograd import composed_attention_backward_op, composed_attention_op
 from dcformer.ops.driver import _spans
 from dcformer.ops.mixers import MIXERS, Call
 from dcformer.ops.mixers.chunked import ChunkedMixer
@@ -129,41 +128,34 @@ def test_reference_gradcheck(kind):
     assert torch.autograd.gradcheck(run, tensors)
 
 
-@pytest.mark.parametrize("parts", ["bqk", "q", ""])
-def test_opcheck(parts):
+def calls_of_the_operators(parts):
+    """Tensors and settings, and whether the mask needs a gradient."""
     inputs = make_inputs(B=2, N=4, K=2, T=9, S=12, parts=parts, mask="float heads")
     pre, post = inputs.pre or Composition(), inputs.post or Composition()
     for mask, seed in ((inputs.attn_mask, None), (torch.rand(2, 1, 1, 12) > 0.2, torch.tensor(3))):
-        arguments = (
-            *inputs.call()[:3],
-            *pre[:3],
-            *post[:3],
-            mask,
-            seed,
-            1,
-            1,
-            True,
-            5,
-            0.25,
-            0.0 if seed is None else 0.3,
-            "chunked",
-        )
-        torch.library.opcheck(composed_attention_op, arguments)
+        settings = (1, 1, True, 5, 0.25, 0.0 if seed is None else 0.3)
+        yield (*inputs.call()[:3], *pre[:3], *post[:3], mask, seed), settings, seed is None
+
+
+@pytest.mark.parametrize("parts", ["bqk", "q", ""])
+def test_opcheck(parts):
+    for tensors, settings, mask_needs_grad in calls_of_the_operators(parts):
+        torch.library.opcheck(composed_attention_op, (*tensors, *settings, "chunked"))
+        tensors = tuple(tensor if tensor is None else tensor.detach() for tensor in tensors)
+        out, statistics = composed_attention_op(*tensors, *settings, "chunked")
+        arguments = (torch.randn_like(out), *tensors, statistics, mask_needs_grad, *settings, "chunked")
+        torch.library.opcheck(composed_attention_backward_op, arguments)
 
 
 @pytest.mark.parametrize("parts", ["bqk", "q", ""])
 def test_opcheck_of_the_cpu_kernel(parts):
-    if "cpu" not in explain(*make_inputs().call()).backend:
+    if explain(*make_inputs().call()).backend != "cpu":
         pytest.skip("no CPU kernel here")
-    inputs = make_inputs(B=2, N=4, K=2, T=9, S=12, parts=parts, mask="float heads")
-    pre, post = ((c or Composition()).map(Tensor.detach)[:3] for c in (inputs.pre, inputs.post))
-    query, key, value, mask = (t.detach() for t in (*inputs.call()[:3], inputs.attn_mask))
-    for given, seed in ((mask, None), (torch.rand(2, 1, 1, 12) > 0.2, torch.tensor(3))):
-        tensors = (query, key, value, *pre, *post, given, seed)
-        settings = (1, 1, True, 5, 0.25, 0.0 if seed is None else 0.3)
+    for tensors, settings, mask_needs_grad in calls_of_the_operators(parts):
+        tensors = tuple(tensor if tensor is None else tensor.detach() for tensor in tensors)
         torch.library.opcheck(torch.ops.dcformer_cpu.forward.default, (*tensors, *settings))
         out, statistics = torch.ops.dcformer_cpu.forward(*tensors, *settings)
-        arguments = (torch.randn_like(out), *tensors, statistics, seed is None, *settings)
+        arguments = (torch.randn_like(out), *tensors, statistics, mask_needs_grad, *settings)
         torch.library.opcheck(torch.ops.dcformer_cpu.backward.default, arguments)
 
 

@@ -80,18 +80,28 @@ struct Heads {
         return visit(reinterpret_cast<c10::Half*>(data) + at);
     }
   }
-  // Rows i.. i + count to floats [count, padded], zeros from D on.
-  void read(int64_t b, int64_t n, int64_t i, int64_t count, int64_t D, int64_t padded, float* to) const {
+  // Rows i.. i + count to floats [count, width], zeros from D on.
+  void read(int64_t b, int64_t n, int64_t i, int64_t count, int64_t D, int64_t width, float* to) const {
     visit(b, n, i, [&](const auto* from) {
       for (int64_t c = 0; c < count; ++c) {
-        at::vec::convert(from + c * row, to + c * padded, D);
-        std::fill(to + c * padded + D, to + (c + 1) * padded, 0.0f);
+        at::vec::convert(from + c * row, to + c * width, D);
+        std::fill(to + c * width + D, to + (c + 1) * width, 0.0f);
+      }
+    });
+  }
+  // Asks for rows i.. i + count, which will be read soon.
+  void prefetch(int64_t b, int64_t n, int64_t i, int64_t count, int64_t D) const {
+    visit(b, n, i, [&](const auto* from) {
+      for (int64_t c = 0; c < count; ++c) {
+        for (int64_t d = 0; d < D; d += 64 / sizeof(*from)) {
+          __builtin_prefetch(from + c * row + d, 0, 2);
+        }
       }
     });
   }
 };
 
-// A Composition: base [G, n, n], query [B, T, 2 query_rank + 1, N], key as `for_packed` says. A missing part is a null pointer of rank 0.
+// A Composition: base [G, n, n], query [B, T, 2 query_rank + 1, N], key packed. A missing part is a null pointer of rank 0.
 struct Side {
   const float* base = nullptr;
   const float* query = nullptr;
@@ -193,23 +203,12 @@ void forward(const Problem& p, const Heads& out, float* statistics);
 // The backward pass, from the output's gradient.
 void backward(const Problem& p, const Heads& grad_out, const float* statistics, const Grads& grads);
 
-// Packed floats of the key-wise weights of one tile and of one row of the batch.
+// Key-wise weights are packed in tiles [2R+1, N, L], zero past the last key: floats of one tile, and of one row of the batch.
 inline int64_t tile_floats(int64_t N, int64_t rank) {
   return (2 * rank + 1) * N * L;
 }
 inline int64_t packed_floats(int64_t S, int64_t N, int64_t rank) {
   return (S + kKeys - 1) / kKeys * kTiles * tile_floats(N, rank);
-}
-
-// Calls visit(b, j, where the weights of key j are in the packed ones) for all keys. Packed: tiles of [2R+1, N, L].
-template <typename Visit>
-void for_packed(int64_t B, int64_t S, int64_t N, int64_t rank, const Visit& visit) {
-  at::parallel_for(0, B * S, 256, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t b = i / S, j = i % S;
-      visit(b, j, b * packed_floats(S, N, rank) + j / L * tile_floats(N, rank) + j % L);
-    }
-  });
 }
 
 // Queries t0.. t0 + queries of rows b0.. of the batch, and the chunks of keys that any of them sees.
@@ -222,12 +221,12 @@ class Plan {
  public:
   // `buffers`: chunks of floats that a block keeps. `one_row`: blocks of one row of the batch.
   Plan(const Problem& p, int64_t buffers, bool one_row = false) {
-    // A chunk of scores fits the second-level cache, backward with its few companions, and a block the last level. Packing wants many
-    // rows.
-    constexpr int64_t kBlockFloats = 1 << 23;
-    const int64_t chunk_floats = buffers == 1 ? 1 << 17 : 1 << 16;
+    // A chunk of scores fits the second-level cache, backward with its few companions. Blocks of long rows leave the last level, but
+    // packing for few queries would cost more.
+    const int64_t chunk_floats = buffers == 1 ? 1 << 17 : 1 << 16, block_floats = buffers == 1 ? 1 << 23 : 3 << 24;
+    constexpr int64_t kTogetherFloats = 1 << 21;
     const int64_t seen = p.window && p.window < p.S ? std::min(p.S, (p.causal ? 1 : 2) * p.window + 2 * kKeys) : p.S;
-    const int64_t most = std::min(chunk_floats / (p.N * kKeys), kBlockFloats / (buffers * p.N * (seen + kKeys)));
+    const int64_t most = std::min(chunk_floats / (p.N * kKeys), block_floats / (buffers * p.N * (seen + kKeys)));
     const int64_t blocks_at_least = (p.T - 1) / std::clamp<int64_t>(most, 16, 128) + 1;
     const int64_t even = (p.T - 1) / std::max<int64_t>(1, blocks_at_least) + 1;
     queries = std::min(p.T, (even - 1) / kPanelRows * kPanelRows + kPanelRows);
@@ -237,7 +236,7 @@ class Plan {
         continue;
       }
       const int64_t chunk0 = first / kKeys, chunks = (last - 1) / kKeys + 1 - chunk0;
-      const int64_t fit = kBlockFloats / 4 / (buffers * p.N * count * chunks * kKeys);
+      const int64_t fit = kTogetherFloats / (buffers * p.N * count * chunks * kKeys);
       const int64_t together = one_row ? 1 : std::max<int64_t>(1, std::min({fit, p.B, 4 * threads}));
       for (int64_t b = 0; b < p.B; b += together) {
         blocks.push_back({b, std::min(together, p.B - b), t, count, chunk0, chunks});
@@ -367,6 +366,9 @@ inline void products(
   const int64_t j = chunk * kKeys, count = std::min(kKeys, p.S - j), width = padded(D);
   for (int64_t k = 0; k < p.K; ++k) {
     keys.read(task.b, k, j, count, D, width, rows);
+    if (k + 1 < p.K) {
+      keys.prefetch(task.b, k + 1, j, count, D);
+    }
     std::fill(rows + count * width, rows + kKeys * width, 0.0f);
     for (int64_t t = 0; t < kTiles; ++t) {
       transpose_panel(width, rows + t * L * width, width, panels + t * width * L);
@@ -385,6 +387,9 @@ inline void weighted_sums(
   const int64_t j = chunk * kKeys, count = std::min(kKeys, p.S - j), width = padded(D);
   for (int64_t k = 0; k < p.K; ++k) {
     keys.read(task.b, k, j, count, D, width, rows);
+    if (k + 1 < p.K) {
+      keys.prefetch(task.b, k + 1, j, count, D);
+    }
     for (int64_t n = k * p.shared(); n < (k + 1) * p.shared(); ++n) {
       multiply(block.queries, width, count, alpha, {x + n * kKeys, p.row_floats(), 1}, {rows, width, L}, accumulate,
                out + n * block.queries * width, width);
