@@ -107,19 +107,17 @@ def test_masks_broadcast_and_so_do_their_gradients(backend, shape):
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_threads(backend, threads):
-    """Any number of threads gives the same result within rounding, and the same bits each time."""
-    inputs = make_inputs(B=3, N=6, T=260, K=2, mask="float")
-    grad = torch.randn(inputs.query.shape)
+    """Any number of threads keeps the error budget, and gives the same bits each time."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
+        check(lambda: make_inputs(B=3, N=6, T=260, K=2, mask="float"), backend, is_causal=True)
+        inputs = make_inputs(B=3, N=6, T=260, K=2, mask="float")
+        grad = torch.randn(inputs.query.shape)
         first, again = (results(inputs, grad, backend=backend, is_causal=True) for _ in range(2))
     finally:
         torch.set_num_threads(before)
-    expected = results(inputs, grad, backend="reference", is_causal=True)
-    for a, b, e in zip(first, again, expected, strict=True):
-        assert torch.equal(a, b)
-        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
