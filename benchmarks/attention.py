@@ -213,9 +213,12 @@ def plot(lines: list[Line], path: Path) -> None:
         chosen = sorted((li for li in chosen if li.passes == "forward + backward"), key=lambda li: li.T)
         axes.plot([li.T for li in chosen], [li.times_sdpa for li in chosen], marker="o", label=backend)
     axes.set(
-        xscale="log", xlabel="length T", ylabel="time / time of plain attention", title="forward + backward, fp32, N=16, D=64"
+        xscale="log",
+        yscale="log",
+        xlabel="length T",
+        ylabel="time / time of plain attention",
+        title="forward + backward, fp32, N=16, D=64",
     )
-    axes.set_ylim(bottom=0)
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -1,5 +1,5 @@
 // Products of small matrices in float32, with vectors along the columns of the second factor. A BLAS copies both factors anew in each
-// call, which at these sizes takes nearly as long as the product; here a chunk of keys is packed once for all queries of a block.
+// call, which is dear at these sizes; here a chunk of keys is packed once for all queries of a block.
 //
 // V lanes of a vector, L = 2 V columns of a panel.
 
