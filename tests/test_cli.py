@@ -170,6 +170,17 @@ def test_other_errors_keep_their_traceback(dcformer, place, monkeypatch):
         run(["train", "--out", "x", "--steps", "1"])
 
 
+def test_a_sample_on_a_full_disk(dcformer, place, checkpoint, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dcformer.training.files.write_text", full)
+    code, _, err = dcformer("generate", checkpoint, "--max-new-tokens", "2", "--out", "sample.txt")
+    assert code == 1
+    assert "could not write the sample in" in err and "No space left on device" in err and "bytes are free there" in err
+    assert not (place / "sample.txt").exists()
+
+
 def test_a_full_disk_is_one_line(dcformer, monkeypatch):
     def full(*arguments, **options):
         raise OSError(28, "could not write the checkpoint of step 2 in x: No space left on device")
