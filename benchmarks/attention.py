@@ -108,7 +108,7 @@ def runner(case: Case, backend: str) -> Callable[[], None]:
 
 
 def windowed_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
-    """Plain attention in a window with about the same number of pairs: blocks of W queries on their 2 W keys."""
+    """Plain attention in a window by masks: blocks of W queries on their 2 W keys, twice the pairs that are seen."""
     pieces = []
     for start in range(0, query.shape[2], window):
         stop, first = min(start + window, query.shape[2]), max(0, start - window)
