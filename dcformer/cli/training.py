@@ -1,34 +1,20 @@
-"""The command line. Heavy imports wait until a command runs, so that `dcformer --help` is quick.
-
-What a user did wrong ends in one line on stderr, with exit code 2 for wrong usage and 1 for the rest. Other errors keep their
-traceback.
-"""
+"""Training commands: `train` and `compare`."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from dcformer.cli.common import console
 
+if TYPE_CHECKING:
     from dcformer.models.dcformer import DCFormerConfig
     from dcformer.training import TrainSettings
-
-app = typer.Typer(
-    help="Transformers whose attention heads are dynamically composed (DCFormer, arXiv 2405.08553).",
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
-
-# The base of all usage errors, which typer does not name: it has its own copy of click's classes, or click's, by version.
-UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 
 # Options that several commands share. Each fills the field of DataSettings or TrainSettings that its parameter is named after;
 # None leaves the field's default, or the preset's value.
@@ -106,12 +92,6 @@ EvalRows = Annotated[
 ]
 
 
-@app.callback()
-def _app() -> None:
-    pass
-
-
-@app.command()
 def train(
     context: typer.Context,
     out: Out,
@@ -150,7 +130,7 @@ def train(
         model_config.compose = None
     prepared = training.prepare_data(data_settings)
     result = training.train(
-        training.with_vocabulary(model_config, prepared.tokenizer), prepared, settings, console=_console(stderr=True)
+        training.with_vocabulary(model_config, prepared.tokenizer), prepared, settings, console=console(stderr=True)
     )
     last = result.evaluations[-1]
     typer.echo(f"{out}: {result.parameters:,} parameters, {result.steps} steps, {result.tokens_per_second:,.0f} tokens/s")
@@ -159,7 +139,6 @@ def train(
     )
 
 
-@app.command()
 def compare(
     context: typer.Context,
     out: Out,
@@ -207,106 +186,11 @@ def compare(
         model_config = DCFormerConfig(max_position_embeddings=data_settings.block_size, **chosen.model)
     else:
         model_config = _model_config(size, config, data_settings.block_size)
-    report = run_comparison(model_config, data_settings, settings, seeds=seeds, equal=equal, console=_console(stderr=True))
-    console = _console()
-    console.print(table(report))
-    console.print(report["verdict"], highlight=False)
-    console.print(f"Curves and numbers: {out / 'curves.png'}, {out / 'compare.json'}", highlight=False, soft_wrap=True)
-
-
-@app.command()
-def doctor() -> None:
-    """Show compiler, processor, devices, and which backend is taken and why."""
-    from dcformer.doctor import report
-
-    for what, how in report():
-        typer.echo(f"{what}: {how}")
-
-
-@app.command()
-def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a trained model.", show_default=False)],
-    prompt: Annotated[str, typer.Option(help='What to go on from; "-" reads it from standard input.')] = "",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 200,
-    temperature: Annotated[float, typer.Option(help="Below 1 is safer, above 1 wilder.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among the k likeliest tokens; 0: among all.")] = 50,
-    top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens that together have this probability.")] = 1.0,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token; no chance.")] = False,
-    seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.", show_default=False)] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the text to this file too.", show_default=False)] = None,
-) -> None:
-    """Let a trained model write."""
-    if not temperature > 0:
-        raise typer.BadParameter(
-            f"{temperature} must be above 0; --greedy takes the likeliest token", param_hint="--temperature"
-        )
-    if not 0 < top_p <= 1:
-        raise typer.BadParameter(f"{top_p} must be above 0 and at most 1", param_hint="--top-p")
-    import torch
-    from transformers import TextStreamer, set_seed
-
-    from dcformer.training.files import explained_disk_errors, write_text
-
-    model, tokenizer = _load(checkpoint)
-    if prompt == "-":
-        prompt = sys.stdin.read()
-    # Training documents end with this token, so that a text begins after it.
-    ids = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
-    if seed is not None:
-        set_seed(seed)
-    sampling: dict[str, Any] = {} if greedy else {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    tokens = model.generate(
-        torch.tensor([ids], device=model.device),
-        max_new_tokens=max_new_tokens,
-        do_sample=not greedy,
-        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-        pad_token_id=tokenizer.eos_token_id,
-        **sampling,
-    )
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with explained_disk_errors("the sample", out.parent):
-            write_text(out, tokenizer.decode(tokens[0], skip_special_tokens=True) + "\n")
-
-
-def run(arguments: list[str] | None = None) -> None:
-    """Runs the command line.
-
-    Args:
-        arguments: without the program's name; those of the process by default.
-
-    Raises:
-        SystemExit: always; 0 when all went well, 1 for an error, 2 for wrong usage.
-    """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        code = app(arguments or ["--help"], prog_name="dcformer", standalone_mode=False)
-    except UsageError as error:
-        code = _complain(error.format_message(), 2)
-    except (OSError, ValueError, FloatingPointError) as error:
-        if not isinstance(error, OSError) and not _raised_by_us(error):
-            raise
-        code = _complain(str(error), 1)
-    sys.exit(code)
-
-
-def _complain(message: str, code: int) -> int:
-    print("dcformer: " + " ".join(message.split()), file=sys.stderr)
-    return code
-
-
-def _raised_by_us(error: BaseException) -> bool:
-    """Whether the error is one that this package raised about its input, not an accident in a library below it."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith("dcformer.")
-
-
-def _console(stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    return Console(stderr=stderr)
+    report = run_comparison(model_config, data_settings, settings, seeds=seeds, equal=equal, console=console(stderr=True))
+    shown = console()
+    shown.print(table(report))
+    shown.print(report["verdict"], highlight=False)
+    shown.print(f"Curves and numbers: {out / 'curves.png'}, {out / 'compare.json'}", highlight=False, soft_wrap=True)
 
 
 def _given(context: typer.Context) -> dict[str, Any]:
@@ -348,26 +232,3 @@ def _model_config(size: str | None, file: Path | None, block_size: int) -> DCFor
         return DCFormerConfig(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"{file} is no configuration of a DCFormer: {error}") from error
-
-
-def _load(checkpoint: Path) -> tuple[Any, Any]:
-    """The model and its tokenizer; untyped, as transformers' annotations do not say what a language model can do."""
-    import torch
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    if not (checkpoint / "config.json").is_file():
-        raise ValueError(f"{checkpoint} is no checkpoint: there is no {checkpoint / 'config.json'}")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", output_loading_info=True)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
-        raise ValueError(f"checkpoint {checkpoint} cannot be loaded: {error}") from error
-    model, found = loaded
-    if found["missing_keys"]:
-        raise ValueError(f"checkpoint {checkpoint} lacks weights: {', '.join(sorted(found['missing_keys']))}")
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer

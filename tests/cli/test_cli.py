@@ -353,7 +353,7 @@ def test_a_corrupt_checkpoint_is_one_line(dcformer, checkpoint, tmp_path, damage
 
 
 def test_the_makefile_calls_what_exists(dcformer):
-    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     calls = [line.split("$(RUN)dcformer ")[1].split() for line in makefile.splitlines() if "$(RUN)dcformer " in line]
     assert {call[0] for call in calls} == {"compare", "generate"}
     for call in calls:
