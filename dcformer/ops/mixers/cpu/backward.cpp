@@ -114,10 +114,18 @@ void add_mask_grad(const Problem& p, const MaskGrad& mask, const Task& task, con
 void add_to_keys(
     const Problem& p, const Block& block, const Task& task, int64_t chunk, float alpha, const float* x, const float* a, int64_t D,
     float* keys) {
-  const int64_t j = chunk * kKeys, count = std::min(kKeys, p.S - j), width = padded(D);
+  const int64_t width = padded(D), count = std::min(kKeys, p.S - chunk * kKeys);
+  std::array<Span, kKeys / kPanelRows + 1> seeing;
+  for (int64_t j = 0; j < count; j += kPanelRows) {
+    seeing[j / kPanelRows] = queries_seeing(p, block, chunk, {j, std::min(count, j + kPanelRows)});
+  }
   for (int64_t n = 0; n < p.N; ++n) {
-    multiply(count, width, block.queries, alpha, {x + n * kKeys, 1, p.row_floats()}, {a + n * block.queries * width, width, L}, true,
-             keys + ((task.b * p.K + n / p.shared()) * p.S + j) * width, width);
+    for (int64_t j = 0; j < count; j += kPanelRows) {
+      const Span& c = seeing[j / kPanelRows];
+      multiply(std::min(kPanelRows, count - j), width, c.size(), alpha, {x + c.begin * p.row_floats() + n * kKeys + j, 1, p.row_floats()},
+               {a + (n * block.queries + c.begin) * width, width, L}, true,
+               keys + ((task.b * p.K + n / p.shared()) * p.S + chunk * kKeys + j) * width, width);
+    }
   }
 }
 

@@ -293,6 +293,27 @@ struct Row {
   }
 };
 
+// A range of a block's queries, or of a chunk's keys.
+struct Span {
+  int64_t begin, end;
+
+  int64_t size() const {
+    return end - begin;
+  }
+};
+
+// The queries of a block of which any sees keys.begin.. keys.end of a chunk.
+inline Span queries_seeing(const Problem& p, const Block& block, int64_t chunk, const Span& keys) {
+  Span queries{0, block.queries};
+  while (queries.size() && p.last(block.t0 + queries.begin) <= chunk * kKeys + keys.begin) {
+    ++queries.begin;
+  }
+  while (queries.size() && p.first(block.t0 + queries.end - 1) >= chunk * kKeys + keys.end) {
+    --queries.end;
+  }
+  return queries;
+}
+
 inline Tile tile(const Problem& p, const Side& side, const Row& row, int64_t t) {
   const int64_t query = (row.b * p.T + row.i) * (2 * side.query_rank + 1) * p.N;
   const int64_t key = row.b * packed_floats(p.S, p.N, side.key_rank) + (row.chunk * kTiles + t) * tile_floats(p.N, side.key_rank);
@@ -358,12 +379,16 @@ inline void drop(const Problem& p, const Row& row, float* x) {
   }
 }
 
-// For all heads, products of the block's rows with a chunk of keys: out[c, n, j] = alpha a[n, c] . keys[j]. Keys past the last give
-// zeros. a is [N, C, padded D]; rows and panels hold a padded row a key.
+// For all heads, products of the block's rows with the tiles of a chunk that they see: out[c, n, j] = alpha a[n, c] . keys[j]. Keys
+// past the last give zeros. a is [N, C, padded D]; rows and panels hold a padded row a key.
 inline void products(
     const Problem& p, const Block& block, const Task& task, int64_t chunk, float alpha, const float* a, const Heads& keys, int64_t D,
     float* rows, float* panels, float* out) {
   const int64_t j = chunk * kKeys, count = std::min(kKeys, p.S - j), width = padded(D);
+  std::array<Span, kTiles> seeing;
+  for (int64_t t = 0; t < kTiles; ++t) {
+    seeing[t] = queries_seeing(p, block, chunk, {t * L, (t + 1) * L});
+  }
   for (int64_t k = 0; k < p.K; ++k) {
     keys.read(task.b, k, j, count, D, width, rows);
     if (k + 1 < p.K) {
@@ -374,8 +399,11 @@ inline void products(
       transpose_panel(width, rows + t * L * width, width, panels + t * width * L);
     }
     for (int64_t n = k * p.shared(); n < (k + 1) * p.shared(); ++n) {
-      multiply(block.queries, kKeys, D, alpha, {a + n * block.queries * width, width, 1}, {panels, L, width * L}, false,
-               out + n * kKeys, p.row_floats());
+      for (int64_t t = 0; t < kTiles; ++t) {
+        const Span& c = seeing[t];
+        multiply(c.size(), L, D, alpha, {a + (n * block.queries + c.begin) * width, width, 1}, {panels + t * width * L, L, 0}, false,
+                 out + c.begin * p.row_floats() + n * kKeys + t * L, p.row_floats());
+      }
     }
   }
 }
@@ -391,8 +419,14 @@ inline void weighted_sums(
       keys.prefetch(task.b, k + 1, j, count, D);
     }
     for (int64_t n = k * p.shared(); n < (k + 1) * p.shared(); ++n) {
-      multiply(block.queries, width, count, alpha, {x + n * kKeys, p.row_floats(), 1}, {rows, width, L}, accumulate,
-               out + n * block.queries * width, width);
+      for (int64_t c = 0; c < block.queries; c += kPanelRows) {  // no further than any of these rows sees
+        const int64_t queries = std::min(kPanelRows, block.queries - c);
+        const int64_t lo = Row(p, task.b, block.t0 + c, chunk).lo, hi = Row(p, task.b, block.t0 + c + queries - 1, chunk).hi;
+        if (lo < hi || !accumulate) {
+          multiply(queries, width, hi - lo, alpha, {x + c * p.row_floats() + n * kKeys + lo, p.row_floats(), 1},
+                   {rows + lo * width, width, L}, accumulate, out + (n * block.queries + c) * width, width);
+        }
+      }
     }
   }
 }
