@@ -20,7 +20,7 @@ class OrbaxParameters(Mapping[str, np.ndarray]):
 
     Raises:
         ImportError: Orbax is not installed, and how to.
-        ValueError: no checkpoint with parameters is there.
+        ValueError: no checkpoint with parameters is there, or, on reading, an array is damaged.
     """
 
     def __init__(self, folder: Path):
@@ -34,12 +34,13 @@ class OrbaxParameters(Mapping[str, np.ndarray]):
         # Their Orbax of early 2024 wrote no metadata, but a folder for each array.
         self._described = (self.folder / "_METADATA").exists()
         if self._described:
-            paths = list(flattened(self._reader.metadata(self.folder).item_metadata.tree))
+            described = self._reader.metadata(self.folder).item_metadata
+            paths = [] if described is None else list(flattened(described.tree))
         else:
             paths = [path.name for path in self.folder.iterdir() if path.is_dir()]
         self._paths = {_name(path): path for path in paths if path.startswith("params.")}
         if not self._paths:
-            raise ValueError(f"{self.folder} has no parameters; it holds {', '.join(sorted(paths)) or 'nothing'}")
+            raise ValueError(f"{self.folder} has no parameters; Orbax finds {', '.join(sorted(paths)) or 'nothing'} there")
 
     def __getitem__(self, name: str) -> np.ndarray:
         keys = self._paths[name].split(".")
@@ -47,7 +48,10 @@ class OrbaxParameters(Mapping[str, np.ndarray]):
         part: dict[str, Any] = {"partial_restore": True} if self._described else {"transforms": {}}
         as_numpy = self._orbax.RestoreArgs(restore_type=np.ndarray)
         wanted = self._orbax.args.PyTreeRestore(item=_nested(keys, 0), restore_args=_nested(keys, as_numpy), **part)
-        restored: Any = self._reader.restore(self.folder, args=wanted)
+        try:
+            restored: Any = self._reader.restore(self.folder, args=wanted)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self._paths[name]} in {self.folder} cannot be read: {error}") from error
         for key in keys:
             restored = restored[key]
         return restored
