@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-_EXTRA = {"accelerate", "datasets", "matplotlib", "rich", "tokenizers", "transformers", "typer"}
+_EXTRA = dict.fromkeys(("accelerate", "datasets", "matplotlib", "rich", "tokenizers", "transformers", "typer"), "train")
+_EXTRA |= {"orbax": "maxtext"}
 
 
 def main() -> None:
@@ -18,9 +19,10 @@ def main() -> None:
 
         run()
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in _EXTRA:
+        extra = _EXTRA.get((error.name or "").partition(".")[0])
+        if extra is None:
             raise
-        sys.exit(f"dcformer: the command line needs {error.name}: pip install 'dcformer[train]'")
+        sys.exit(f"dcformer: the command line needs {error.name}: pip install 'dcformer[{extra}]'")
 
 
 if __name__ == "__main__":

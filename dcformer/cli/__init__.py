@@ -11,6 +11,7 @@ from typing import cast
 
 import typer
 
+from dcformer.cli.convert import convert
 from dcformer.cli.doctor import doctor
 from dcformer.cli.training import compare, train
 from dcformer.cli.using import generate
@@ -20,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for _command in (train, compare, generate, doctor):
+for _command in (train, compare, generate, convert, doctor):
     app.command()(_command)
 
 # The base of all usage errors, which typer does not name: it has its own copy of click's classes, or click's, by version.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from dcformer.models.dcformer import DCFormerConfig
 
 
 def console(stderr: bool = False) -> Console:
@@ -16,18 +19,24 @@ def console(stderr: bool = False) -> Console:
     return Console(stderr=stderr)
 
 
+def quieten_transformers() -> None:
+    """No progress bars and no warnings on standard error, which is for what went wrong."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def load(checkpoint: Path) -> tuple[Any, Any]:
     """The model and its tokenizer; untyped, as transformers' annotations do not say what a language model can do."""
     import torch
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
     if not (checkpoint / "config.json").is_file():
         raise ValueError(f"{checkpoint} is no checkpoint: there is no {checkpoint / 'config.json'}")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quieten_transformers()
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         loaded: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", output_loading_info=True)
@@ -37,3 +46,19 @@ def load(checkpoint: Path) -> tuple[Any, Any]:
     if found["missing_keys"]:
         raise ValueError(f"checkpoint {checkpoint} lacks weights: {', '.join(sorted(found['missing_keys']))}")
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def read_config(file: Path) -> DCFormerConfig:
+    """The configuration in a JSON file.
+
+    Raises:
+        ValueError: it is damaged, or does not describe a DCFormer.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    from dcformer.models.dcformer import DCFormerConfig
+
+    try:
+        return DCFormerConfig(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"{file} is no configuration of a DCFormer: {error}") from error

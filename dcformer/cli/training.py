@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dcformer.cli.common import console
+from dcformer.cli.common import console, read_config
 
 if TYPE_CHECKING:
     from dcformer.models.dcformer import DCFormerConfig
@@ -220,15 +219,10 @@ def _train_settings(preset: dict[str, Any], given: dict[str, Any], block_size: i
 
 
 def _model_config(size: str | None, file: Path | None, block_size: int) -> DCFormerConfig:
-    from huggingface_hub.errors import StrictDataclassError
-
-    from dcformer.models.dcformer import DCFormerConfig
-
     if file is None:
+        from dcformer.models.dcformer import DCFormerConfig
+
         return DCFormerConfig.from_size(size or "3M", max_position_embeddings=block_size)
     if size is not None:
         raise typer.BadParameter("give one of them, not both", param_hint="--size / --config")
-    try:
-        return DCFormerConfig(**json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise ValueError(f"{file} is no configuration of a DCFormer: {error}") from error
+    return read_config(file)

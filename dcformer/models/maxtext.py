@@ -10,14 +10,7 @@ What their sources fix (github Caiyun-AI/DCFormer, `jax/MaxText` and `pytorch/dc
 - RMS norms keep the factor itself, not the factor less one. The MLP is wo(silu(wi_0 x) * (wi_1 x)).
 - GELU in the composition is the tanh approximation there, the exact one in the released PyTorch code and here.
 
-Guessed:
-
-- The multi-gate projection is `mgate`: their published code has none, their later code and converter do.
-- DCPythia is not in their MaxText. Its arrays are taken to be named like DCFormer's, with a `bias` beside each `kernel` and
-  `scale`, and the one inner projection of the MLP as `wi`. That LayerNorms keep the factor less one is what their GPT-3 layers
-  in MaxText do, and what the converter for DCPythia's earlier (Pax) checkpoints undoes. `state_dict_from_maxtext` warns.
-
-Rope base, epsilons and window sizes are not in the tree: the configuration says them.
+Rope base, epsilons and window sizes are not in the tree: the configuration says them. DCPythia was not trained with this code.
 
 B blocks, P layers a block, E hidden size, N heads, K key/value heads, D head dim, F width of the MLP, V vocabulary.
 """
@@ -26,8 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -35,27 +27,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+
+from dcformer.models.dcformer import DCFormerForCausalLM
 
 # Name there, its axes; name here, its axes. Here an axis may join several of theirs.
 _TOP = (
     ("token_embedder.embedding", "VE", "model.embed_tokens.weight", "V E"),
     ("decoder.decoder_norm.scale", "E", "model.norm.weight", "E"),
-    ("decoder.decoder_norm.bias", "E", "model.norm.bias", "E"),
     ("decoder.logits_dense.kernel", "EV", "lm_head.weight", "V E"),
 )
 # In a layer, where {} is the sub-layer; the axis of the blocks is left out.
 _LAYER = (
     ("pre_self_attention_layer_norm_{}.scale", "E", "input_layernorm.weight", "E"),
-    ("pre_self_attention_layer_norm_{}.bias", "E", "input_layernorm.bias", "E"),
     ("self_attention_{}.query.kernel", "END", "self_attn.q_proj.weight", "ND E"),
-    ("self_attention_{}.query.bias", "ND", "self_attn.q_proj.bias", "ND"),
     ("self_attention_{}.key.kernel", "EKD", "self_attn.k_proj.weight", "KD E"),
-    ("self_attention_{}.key.bias", "KD", "self_attn.k_proj.bias", "KD"),
     ("self_attention_{}.value.kernel", "EKD", "self_attn.v_proj.weight", "KD E"),
-    ("self_attention_{}.value.bias", "KD", "self_attn.v_proj.bias", "KD"),
     ("self_attention_{}.out.kernel", "NDE", "self_attn.o_proj.weight", "E ND"),
-    ("self_attention_{}.out.bias", "E", "self_attn.o_proj.bias", "E"),
     ("self_attention_{}.q_norm.scale", "D", "self_attn.q_norm.weight", "D"),
     ("self_attention_{}.k_norm.scale", "D", "self_attn.k_norm.weight", "D"),
     ("self_attention_{}.AttentionOp_0.dyn_w_proj.dw1.kernel", "EGCI", "self_attn.compose.dynamic.dw1", "E G C I"),
@@ -64,7 +51,6 @@ _LAYER = (
     ("self_attention_{}.AttentionOp_0.pre_proj.w", "GML", "self_attn.compose.pre_base", "G M L"),
     ("self_attention_{}.AttentionOp_0.post_proj.w", "GML", "self_attn.compose.post_base", "G M L"),
     ("post_self_attention_layer_norm_{}.scale", "E", "post_attention_layernorm.weight", "E"),
-    ("post_self_attention_layer_norm_{}.bias", "E", "post_attention_layernorm.bias", "E"),
     ("mlp_{}.wi_0.kernel", "EF", "mlp.gate_proj.weight", "F E"),
     ("mlp_{}.wi_1.kernel", "EF", "mlp.up_proj.weight", "F E"),
     ("mlp_{}.wo.kernel", "FE", "mlp.down_proj.weight", "E F"),
@@ -80,14 +66,12 @@ class _Array:
     axes: str
     axes_here: str
     stacked: bool
-    less_one: bool
 
     def parameters(self, array: Tensor) -> Iterator[tuple[str, Tensor]]:
         for target, part in zip(self.targets, array.unbind(1) if self.stacked else [array], strict=True):
             sizes = dict(zip(self.axes, part.shape, strict=True))
             part = part.permute([self.axes.index(axis) for axis in self.axes_here.replace(" ", "")])
-            part = part.reshape([math.prod(sizes[axis] for axis in joined) for joined in self.axes_here.split()]).contiguous()
-            yield target, part + 1 if self.less_one else part
+            yield target, part.reshape([math.prod(sizes[axis] for axis in joined) for joined in self.axes_here.split()])
 
 
 def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -98,22 +82,15 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def state_dict_from_maxtext(
-    parameters: Mapping[str, np.ndarray],
-    model: PreTrainedModel,
-    dtype: torch.dtype | None = None,
-    track: Callable[[list[str]], Iterable[str]] = iter,
-) -> dict[str, Tensor]:
+def state_dict_from_maxtext(parameters: Mapping[str, np.ndarray], model: DCFormerForCausalLM) -> dict[str, Tensor]:
     """The parameters of a MaxText training checkpoint as a state dict of ours. One array is read at a time.
 
     Args:
         parameters: arrays by dotted name ("decoder.decoder_norm.scale"), as `flattened` and `OrbaxParameters` give them.
-        model: a DCFormer or DCPythia for causal language modelling, whose parameters are wanted; the meta device will do.
-        dtype: of the result. By default the widest in the tree: MaxText may keep `qkw` narrower than the rest.
-        track: goes over the names of the arrays, for a display of progress.
+        model: whose parameters are wanted; the meta device will do.
 
     Returns:
-        All of `model.state_dict()`, contiguous.
+        All of `model.state_dict()`, contiguous, in the widest dtype of the tree: MaxText may keep `qkw` narrower than the rest.
 
     Raises:
         ValueError: arrays that are missing, unknown or of the wrong shape, all named; layers or windows that do not repeat with
@@ -124,27 +101,20 @@ def state_dict_from_maxtext(
     problems += [f"{name} is unknown" for name in sorted(set(parameters) - arrays.keys())]
     _raise(problems)
     state: dict[str, Tensor] = {}
-    for name in track(list(arrays)):
-        wanted, array = arrays[name], parameters[name]
+    for name, wanted in arrays.items():
+        array = parameters[name]
         if array.shape != wanted.shape:
             problems.append(f"{name} has shape {list(array.shape)} in place of {list(wanted.shape)}")
         elif not problems:
-            for target, tensor in wanted.parameters(_tensor(array)):
-                state[target] = tensor if dtype is None else tensor.to(dtype)
+            state.update(wanted.parameters(_tensor(array)))
     _raise(problems)
-    if any(wanted.less_one for wanted in arrays.values()):
-        warnings.warn(
-            "there is no published MaxText code for DCPythia: names are guessed, and LayerNorms are taken to keep their factor "
-            "less one, as in the authors' other JAX code; check the loss of the converted model",
-            stacklevel=2,
-        )
     widest = reduce(torch.promote_types, {tensor.dtype for tensor in state.values()})
-    return {name: tensor.to(widest) for name, tensor in state.items()}
+    return {name: tensor.to(widest).contiguous() for name, tensor in state.items()}
 
 
-def _wanted(names: Iterable[str], model: PreTrainedModel) -> dict[str, _Array]:
+def _wanted(names: Iterable[str], model: DCFormerForCausalLM) -> dict[str, _Array]:
     """The arrays of a tree for `model`, with as many layers a block as `names` tell."""
-    config: Any = model.config
+    config = model.config
     sub_layers = [int(number) for name in names for number in re.findall(r"^decoder\.layers\.self_attention_(\d+)\.", name)]
     period, layers = 1 + max(sub_layers, default=0), config.num_hidden_layers
     if layers % period:
@@ -162,12 +132,11 @@ def _wanted(names: Iterable[str], model: PreTrainedModel) -> dict[str, _Array]:
     def want(theirs: str, axes: str, targets: list[str], axes_here: str, stacked: bool) -> None:
         if targets[0] not in shapes:
             return
-        sizes = heads | dict(zip(axes_here.split(), shapes[targets[0]], strict=True))
+        sizes: dict[str, Any] = heads | dict(zip(axes_here.split(), shapes[targets[0]], strict=True))
         shape = [sizes[axis] for axis in axes]
         if stacked:
             shape.insert(1, len(targets))
-        less_one = theirs.endswith(".scale") and targets[0].removesuffix("weight") + "bias" in shapes
-        arrays[theirs] = _Array(targets, tuple(shape), axes, axes_here, stacked, less_one)
+        arrays[theirs] = _Array(targets, tuple(shape), axes, axes_here, stacked)
 
     for theirs, axes, ours, axes_here in _TOP:
         want(theirs, axes, [ours], axes_here, stacked=False)

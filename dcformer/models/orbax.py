@@ -19,15 +19,16 @@ class OrbaxParameters(Mapping[str, np.ndarray]):
             later versions call the item `items` or `default`.
 
     Raises:
-        ImportError: Orbax is not installed, and how to.
-        ValueError: no checkpoint with parameters is there, or, on reading, an array is damaged.
+        ModuleNotFoundError: Orbax is not installed, and how to.
+        ValueError: no checkpoint with parameters is there, or it is damaged; of an array one learns that on reading it.
     """
 
     def __init__(self, folder: Path):
         try:
             import orbax.checkpoint
         except ImportError as error:
-            raise ImportError("reading MaxText checkpoints needs orbax-checkpoint: pip install 'dcformer[maxtext]'") from error
+            how = "reading MaxText checkpoints needs orbax-checkpoint: pip install 'dcformer[maxtext]'"
+            raise ModuleNotFoundError(how, name="orbax") from error
         self._orbax = orbax.checkpoint
         self.folder = _item(folder.resolve())  # Orbax takes absolute paths only
         self._reader = self._orbax.PyTreeCheckpointer()
@@ -35,7 +36,9 @@ class OrbaxParameters(Mapping[str, np.ndarray]):
         self._described = (self.folder / "_METADATA").exists()
         if self._described:
             described = self._reader.metadata(self.folder).item_metadata
-            paths = [] if described is None else list(flattened(described.tree))
+            if described is None:
+                raise ValueError(f"{self.folder} is damaged or not whole: Orbax cannot say what is in it")
+            paths = list(flattened(described.tree))
         else:
             paths = [path.name for path in self.folder.iterdir() if path.is_dir()]
         self._paths = {_name(path): path for path in paths if path.startswith("params.")}

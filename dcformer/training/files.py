@@ -81,3 +81,29 @@ def _write_error(error: BaseException | None) -> int | None:
             return errno.EIO
         error = error.__cause__
     return None
+
+
+@contextmanager
+def new_folder(target: Path, what: str, needed: int | None = None) -> Iterator[Path]:
+    """A folder to write into, which gets the name `target` once all of it is on the disk. Nothing is left where that fails.
+
+    A kill may leave a hidden folder whose name ends in `.partial`, which the next try removes.
+
+    Args:
+        target: not there yet, or an empty folder.
+        what: what is being written, and
+        needed: how many bytes, for the message of `explained_disk_errors`.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
+    target = target.resolve()
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with explained_disk_errors(what, target.parent, needed):
+            partial.mkdir(parents=True)
+            yield partial
+            publish(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

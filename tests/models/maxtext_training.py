@@ -1,4 +1,4 @@
-"""Writes a training state as MaxText does, its arrays spread over four devices: python maxtext_training.py PARAMETERS.npz FOLDER."""
+"""Writes a training state as MaxText does, spread over four devices: python maxtext_training.py PARAMETERS.npz FOLDER."""
 
 import os
 import sys

@@ -2,7 +2,6 @@
 
 import re
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -20,8 +19,8 @@ def model(layers, pattern="LG", **overrides):
     return DCFormerForCausalLM(DCFormerConfig(**SHAPE | options)).eval()
 
 
-def converted(parameters, model, **options):
-    model.load_state_dict(state_dict_from_maxtext(parameters, model, **options))
+def converted(parameters, model):
+    model.load_state_dict(state_dict_from_maxtext(parameters, model))
     return model
 
 
@@ -102,7 +101,8 @@ def test_every_number_arrives_once():
     assert all(tensor.is_contiguous() for tensor in state.values())
 
 
-def test_the_widest_dtype_is_taken_or_the_one_asked_for():
+def test_the_widest_dtype_is_taken():
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="the extra maxtext is not installed")
     parameters = tree(1, 2)
     qkw = "decoder.layers.self_attention_0.AttentionOp_0.dyn_w_proj.qkw"  # their code keeps it in bfloat16
     parameters[qkw] = parameters[qkw].astype(ml_dtypes.bfloat16)
@@ -110,8 +110,6 @@ def test_the_widest_dtype_is_taken_or_the_one_asked_for():
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     loaded = state["model.layers.0.self_attn.compose.dynamic.qkw"]
     assert torch.equal(loaded, torch.tensor(parameters[qkw].astype(np.float32))[:, 0])
-    half = state_dict_from_maxtext(parameters, model(2), dtype=torch.bfloat16)
-    assert all(torch.equal(half[name], tensor.bfloat16()) for name, tensor in state.items())
 
 
 def test_flattened_gives_dotted_names():

@@ -6,13 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ml_dtypes
-import msgpack
 import numpy as np
 import pytest
 from maxtext_by_hand import nested, tree
 
 from dcformer.models.orbax import OrbaxParameters
+
+pytest.importorskip("orbax.checkpoint", reason="the extra maxtext is not installed")
+ml_dtypes, msgpack = pytest.importorskip("ml_dtypes"), pytest.importorskip("msgpack")
 
 QKW = "decoder.layers.self_attention_0.AttentionOp_0.dyn_w_proj.qkw"
 
@@ -85,5 +86,5 @@ def test_other_folders_are_refused(saved, tmp_path, found):
 def test_without_orbax_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax", None)
     monkeypatch.delitem(sys.modules, "orbax.checkpoint", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'dcformer\[maxtext\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'dcformer\[maxtext\]'"):
         OrbaxParameters(tmp_path)
