@@ -11,7 +11,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from dcformer.models.dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerModel
-    from dcformer.models.dcpythia import DCPythiaConfig, DCPythiaForCausalLM, DCPythiaModel
     from dcformer.nn import DCMHA, Compose
     from dcformer.ops import Composition, composed_attention
 
@@ -23,9 +22,6 @@ _HOME = {
     "DCFormerConfig": "dcformer.models.dcformer",
     "DCFormerModel": "dcformer.models.dcformer",
     "DCFormerForCausalLM": "dcformer.models.dcformer",
-    "DCPythiaConfig": "dcformer.models.dcpythia",
-    "DCPythiaModel": "dcformer.models.dcpythia",
-    "DCPythiaForCausalLM": "dcformer.models.dcpythia",
 }
 
 __all__ = [
@@ -35,9 +31,6 @@ __all__ = [
     "DCFormerConfig",
     "DCFormerForCausalLM",
     "DCFormerModel",
-    "DCPythiaConfig",
-    "DCPythiaForCausalLM",
-    "DCPythiaModel",
     "composed_attention",
 ]
 

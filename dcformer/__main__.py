@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 _EXTRA = dict.fromkeys(("accelerate", "datasets", "matplotlib", "rich", "tokenizers", "transformers", "typer"), "train")
-_EXTRA |= {"orbax": "maxtext"}
+_EXTRA |= {"orbax": "maxtext", "lm_eval": "eval", "fastapi": "serve", "openai": "serve", "uvicorn": "serve"}
 
 
 def main() -> None:
@@ -19,10 +19,10 @@ def main() -> None:
 
         run()
     except ModuleNotFoundError as error:
-        extra = _EXTRA.get((error.name or "").partition(".")[0])
-        if extra is None:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA:
             raise
-        sys.exit(f"dcformer: the command line needs {error.name}: pip install 'dcformer[{extra}]'")
+        sys.exit(f"dcformer: the command line needs {package}: pip install 'dcformer[{_EXTRA[package]}]'")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,7 @@ from types import ModuleType
 
 _TRIGGER = "transformers.models.auto.configuration_auto"
 # Each registers its configuration when it is imported, and its models with the first configuration that is made.
-_CONFIGURATIONS = (
-    "dcformer.models.dcformer.configuration_dcformer",
-    "dcformer.models.dcpythia.configuration_dcpythia",
-)
+_CONFIGURATIONS = ("dcformer.models.dcformer.configuration_dcformer",)
 
 
 def _register() -> None:

@@ -13,16 +13,19 @@ import typer
 
 from dcformer.cli.convert import convert
 from dcformer.cli.doctor import doctor
+from dcformer.cli.evaluation import evaluate
+from dcformer.cli.serving import PASSED_ON, serve
 from dcformer.cli.training import compare, train
-from dcformer.cli.using import generate
+from dcformer.cli.using import chat, generate
 
 app = typer.Typer(
     help="Transformers whose attention heads are dynamically composed (DCFormer, arXiv 2405.08553).",
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for _command in (train, compare, generate, convert, doctor):
+for _command in (train, compare, generate, chat, evaluate, convert, doctor):
     app.command()(_command)
+app.command(context_settings=PASSED_ON)(serve)
 
 # The base of all usage errors, which typer does not name: it has its own copy of click's classes, or click's, by version.
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)

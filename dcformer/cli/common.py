@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from dcformer.models.dcformer import DCFormerConfig
+
+Checkpoint = Annotated[str, typer.Argument(help="Folder of a model, or its hub name, owner/name.", show_default=False)]
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def console(stderr: bool = False) -> Console:
@@ -27,15 +34,24 @@ def quieten_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def load(checkpoint: Path) -> tuple[Any, Any]:
-    """The model and its tokenizer; untyped, as transformers' annotations do not say what a language model can do."""
+def load(checkpoint: str) -> tuple[Any, Any]:
+    """The model and its tokenizer; untyped, as transformers' annotations do not say what a language model can do.
+
+    Args:
+        checkpoint: a folder, or a hub name where no such folder exists. Any model that `AutoModelForCausalLM` knows.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it is damaged, or of a kind that transformers does not know.
+    """
     import torch
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if not (checkpoint / "config.json").is_file():
-        raise ValueError(f"{checkpoint} is no checkpoint: there is no {checkpoint / 'config.json'}")
+    folder = Path(checkpoint)
+    on_the_hub = not folder.exists() and _HUB_NAME.fullmatch(checkpoint)
+    if not on_the_hub and not (folder / "config.json").is_file():
+        raise ValueError(f"{checkpoint} is no checkpoint: there is no {folder / 'config.json'}")
     quieten_transformers()
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)

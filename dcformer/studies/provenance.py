@@ -13,7 +13,7 @@ import torch
 
 import dcformer
 
-_PACKAGES = ("torch", "triton", "transformers", "accelerate", "datasets", "tokenizers")
+_PACKAGES = ("torch", "triton", "transformers", "accelerate", "datasets", "tokenizers", "lm_eval")
 
 
 def provenance() -> dict[str, Any]:

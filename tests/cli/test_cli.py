@@ -87,13 +87,16 @@ def test_doctor_without_a_compiler(tmp_path):
     assert "cpu float32: auto takes 'chunked'\n  cpu: the kernel could not be built: no C++ compiler found" in done.stdout
 
 
+COMMANDS = ("train", "compare", "generate", "chat", "evaluate", "serve", "convert", "doctor")
+
+
 def test_help_names_every_command(dcformer):
     for arguments in (["--help"], []):
         code, out, _ = dcformer(*arguments)
         assert code == 0
-        for command in ("train", "compare", "generate"):
-            assert command in out
-    for command in ("train", "compare", "generate"):
+        for command in COMMANDS:
+            assert f"│ {command} " in out
+    for command in COMMANDS:
         assert dcformer(command, "--help")[0] == 0
 
 
@@ -105,15 +108,23 @@ def test_help_imports_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize(("missing", "arguments"), [("typer", "--help"), ("datasets", "train --out x --steps 1")])
-def test_a_missing_extra_is_named_in_one_line(missing, arguments, tmp_path):
+@pytest.mark.parametrize(
+    ("missing", "extra", "arguments"),
+    [
+        ("typer", "train", "--help"),
+        ("datasets", "train", "train --out x --steps 1"),
+        ("lm_eval", "eval", "evaluate x --tasks y --out z"),
+        ("openai", "serve", "serve x"),
+    ],
+)
+def test_a_missing_extra_is_named_in_one_line(missing, extra, arguments, tmp_path):
     code = (
         f"import sys\nsys.modules[{missing!r}] = None\nsys.argv[1:] = {arguments.split()!r}\n"
         "from dcformer.__main__ import main\nmain()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr == f"dcformer: the command line needs {missing}: pip install 'dcformer[train]'\n"
+    assert done.stderr == f"dcformer: the command line needs {missing}: pip install 'dcformer[{extra}]'\n"
 
 
 @pytest.mark.parametrize(
@@ -150,6 +161,12 @@ def test_a_missing_extra_is_named_in_one_line(missing, arguments, tmp_path):
         ("generate x --top-p 1.5", 2, ["--top-p", "1.5"]),
         ("generate x --top-k -1", 2, ["--top-k"]),
         ("generate x --max-new-tokens 0", 2, ["--max-new-tokens"]),
+        ("chat", 2, ["checkpoint"]),
+        ("chat nowhere", 1, ["nowhere/config.json"]),
+        ("chat x --top-p 0", 2, ["--top-p"]),
+        ("evaluate text --out x", 2, ["--tasks"]),
+        ("evaluate text --tasks x", 2, ["--out"]),
+        ("evaluate text --tasks x --out x", 1, ["text/config.json"]),
     ],
 )
 def test_a_users_mistake_is_one_line_that_names_it(dcformer, place, arguments, code, named):
