@@ -76,7 +76,7 @@ torch.set_default_dtype(torch.bfloat16)
 DCFormerForCausalLM(DCFormerConfig.from_size(size)).save_pretrained(folder)
 """
 
-# The peak counts what the process has for itself: pages of the mapped file are the system's, and can be dropped.
+# The peak counts all pages of the process that are in memory, those of the mapped weights too, less what Python and torch take.
 LOAD = """
 import sys, threading, time, torch
 from pathlib import Path
@@ -84,7 +84,7 @@ import dcformer
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 logging.disable_progress_bar()
-now = lambda: 1024 * int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
+now = lambda: 1024 * int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
 before, peak, running = now(), 0, True
 def watch():
     global peak

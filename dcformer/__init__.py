@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from dcformer.models.dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerModel
+    from dcformer.models.dcpythia import DCPythiaConfig, DCPythiaForCausalLM, DCPythiaModel
     from dcformer.nn import DCMHA, Compose
     from dcformer.ops import Composition, composed_attention
 
@@ -22,6 +23,9 @@ _HOME = {
     "DCFormerConfig": "dcformer.models.dcformer",
     "DCFormerModel": "dcformer.models.dcformer",
     "DCFormerForCausalLM": "dcformer.models.dcformer",
+    "DCPythiaConfig": "dcformer.models.dcpythia",
+    "DCPythiaModel": "dcformer.models.dcpythia",
+    "DCPythiaForCausalLM": "dcformer.models.dcpythia",
 }
 
 __all__ = [
@@ -31,6 +35,9 @@ __all__ = [
     "DCFormerConfig",
     "DCFormerForCausalLM",
     "DCFormerModel",
+    "DCPythiaConfig",
+    "DCPythiaForCausalLM",
+    "DCPythiaModel",
     "composed_attention",
 ]
 

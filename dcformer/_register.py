@@ -12,7 +12,10 @@ from types import ModuleType
 
 _TRIGGER = "transformers.models.auto.configuration_auto"
 # Each registers its configuration when it is imported, and its models with the first configuration that is made.
-_CONFIGURATIONS = ("dcformer.models.dcformer.configuration_dcformer",)
+_CONFIGURATIONS = (
+    "dcformer.models.dcformer.configuration_dcformer",
+    "dcformer.models.dcpythia.configuration_dcpythia",
+)
 
 
 def _register() -> None:

@@ -124,6 +124,7 @@ class DecoderConfig(PreTrainedConfig):
         if unknown:
             known = {f.name for f in fields(self)} - {f.name for f in fields(PreTrainedConfig)}
             raise ValueError(f"unknown configuration keys {unknown}; known are {', '.join(sorted(known))}")
+        self._check_rotation()
         # The Auto classes look a model up by its configuration. Not imported before: transformers may itself be half imported.
         import_module(self.modeling)
 
@@ -186,6 +187,16 @@ class DecoderConfig(PreTrainedConfig):
             raise ValueError(f"sliding_window={window!r} must be at least 1 (the query itself), or None without local layers")
         if window is None and "sliding_attention" in self.layer_types:
             raise ValueError(f"window_pattern={self.window_pattern!r} has local layers; give their sliding_window")
+
+    def _check_rotation(self) -> None:
+        assert self.rope_parameters is not None and self.head_dim is not None  # filled in by now
+        factor = self.rope_parameters.get("partial_rotary_factor", 1)
+        rotated = int(self.head_dim * factor)
+        if rotated % 2 or rotated < 2:
+            raise ValueError(
+                f"partial_rotary_factor={factor} rotates {rotated} of head_dim={self.head_dim} channels; pairs are rotated, at "
+                "least one"
+            )
 
     def _check_compose(self) -> None:
         if self.compose is None:

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a DCFormer, reckoned from its configuration alone, with the share that composition adds.
+"""Parameters and FLOPs of a model, reckoned from its configuration alone, with the share that composition adds.
 
 E hidden size, F MLP width, N heads = G groups of n, K key/value heads, D head dim, R rank, C channels, I = 2 R n, V vocabulary,
 T length, W window.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from dcformer.models.dcformer.configuration_dcformer import DCFormerConfig
+from dcformer.models.configuration import DecoderConfig
+from dcformer.models.dcpythia.configuration_dcpythia import DCPythiaConfig
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Parameters(_Counts):
 
     Attributes:
         embeddings: input and output, once if tied.
-        projections: queries, keys, values, outputs.
-        mlp: the SwiGLU MLPs.
+        projections: queries, keys, values, outputs, with their biases.
+        mlp: the MLPs.
         norms: all norms.
         composition: `Compose`.
     """
@@ -51,7 +52,7 @@ class Flops(_Counts):
     Attributes:
         head: the output layer.
         projections: queries, keys, values, outputs.
-        mlp: the SwiGLU MLPs.
+        mlp: the MLPs.
         products: scores and weighted values.
         composition: making the mixing weights, and mixing.
     """
@@ -62,26 +63,36 @@ class Flops(_Counts):
     products: float
 
 
-def count_parameters(config: DCFormerConfig) -> Parameters:
-    """The parameters of `DCFormerForCausalLM(config)`; `total` equals the sum of their sizes."""
-    E, L, D = config.hidden_size, config.num_hidden_layers, config.head_dim
-    assert D is not None
+def count_parameters(config: DecoderConfig) -> Parameters:
+    """The parameters of the causal language model of `config`; `total` equals the sum of their sizes."""
+    E, F, L, N, D = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.head_dim,
+    )
+    assert D is not None and config.num_key_value_heads is not None
+    pythia = isinstance(config, DCPythiaConfig)
+    norm = 2 * E if pythia else E  # LayerNorm has a bias
+    biased = pythia and config.use_linear_bias
     return Parameters(
         embeddings=config.vocab_size * E * (1 if config.tie_word_embeddings else 2),
-        projections=L * _projections(config),
-        mlp=L * 3 * E * config.intermediate_size,
-        norms=L * (2 * E + (2 * D if config.qk_norm else 0)) + E,
+        projections=L * (_projections(config) + ((N + 2 * config.num_key_value_heads) * D + E if biased else 0)),
+        mlp=L * (_mlp(config) + (F + E if biased else 0)),
+        norms=L * (2 * norm + (2 * D if config.qk_norm else 0)) + norm,
         composition=L * (_dynamic(config) + _static(config)),
     )
 
 
-def count_flops(config: DCFormerConfig, length: int) -> Flops:
+def count_flops(config: DecoderConfig, length: int) -> Flops:
     """Forward FLOPs per token, the mean over a sequence of `length` tokens processed at once.
 
     A multiply-add is two FLOPs. Counted are the matrix products, of attention only the pairs that a query sees (causality and
     windows), and composition: its own projections, and per pair and side 2R + 1 multiply-adds a head for each of the query-wise
     and the key-wise part, N/G for the static one, as the equations of `dcformer.Composition` read. A backend may do other
-    arithmetic. Not counted are look-ups, norms, rotations, activations and the softmax. A training step is three times as much.
+    arithmetic. Not counted are look-ups, biases, norms, rotations, activations and the softmax. A training step is three times
+    as much.
 
     Args:
         config: the model.
@@ -100,7 +111,7 @@ def count_flops(config: DCFormerConfig, length: int) -> Flops:
     return Flops(
         head=2 * E * config.vocab_size,
         projections=2 * L * _projections(config),
-        mlp=2 * L * 3 * E * config.intermediate_size,
+        mlp=2 * L * _mlp(config),
         products=pairs * 4 * N * D,
         composition=2 * L * _dynamic(config) + pairs * _mixing(config),
     )
@@ -112,9 +123,14 @@ def _visible_keys(length: int, window: int | None) -> float:
     return (full * (full + 1) / 2 + (length - full) * full) / length
 
 
-def _projections(config: DCFormerConfig) -> int:
+def _projections(config: DecoderConfig) -> int:
     assert config.head_dim is not None and config.num_key_value_heads is not None
     return 2 * config.hidden_size * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
+
+
+def _mlp(config: DecoderConfig) -> int:
+    """Weights of a layer's MLP: two matrices with GELU, three with SwiGLU."""
+    return (2 if isinstance(config, DCPythiaConfig) else 3) * config.hidden_size * config.intermediate_size
 
 
 def _sides_and_parts(compose: dict) -> tuple[int, int]:
@@ -123,7 +139,7 @@ def _sides_and_parts(compose: dict) -> tuple[int, int]:
     return compose["pre"] + compose["post"], (compose["query_wise"] + compose["key_wise"]) if dynamic else 0
 
 
-def _dynamic(config: DCFormerConfig) -> int:
+def _dynamic(config: DecoderConfig) -> int:
     """Parameters of a layer's dynamic composition, which are also its multiply-adds per token."""
     if config.compose is None:
         return 0
@@ -134,14 +150,14 @@ def _dynamic(config: DCFormerConfig) -> int:
     return sides * parts * (E * G * inner + inner * 2 * R * N + gates)
 
 
-def _static(config: DCFormerConfig) -> int:
+def _static(config: DecoderConfig) -> int:
     """Parameters of a layer's static composition."""
     if config.compose is None or not config.compose["static"]:
         return 0
     return _sides_and_parts(config.compose)[0] * config.num_attention_heads**2 // config.compose["groups"]
 
 
-def _mixing(config: DCFormerConfig) -> int:
+def _mixing(config: DecoderConfig) -> int:
     """FLOPs of mixing one pair of query and key in a layer."""
     if config.compose is None:
         return 0

@@ -71,7 +71,8 @@ class _Array:
         for target, part in zip(self.targets, array.unbind(1) if self.stacked else [array], strict=True):
             sizes = dict(zip(self.axes, part.shape, strict=True))
             part = part.permute([self.axes.index(axis) for axis in self.axes_here.replace(" ", "")])
-            yield target, part.reshape([math.prod(sizes[axis] for axis in joined) for joined in self.axes_here.split()])
+            part = part.reshape([math.prod(sizes[axis] for axis in joined) for joined in self.axes_here.split()])
+            yield target, part.contiguous()  # a view would keep all of the array
 
 
 def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -109,7 +110,7 @@ def state_dict_from_maxtext(parameters: Mapping[str, np.ndarray], model: DCForme
             state.update(wanted.parameters(_tensor(array)))
     _raise(problems)
     widest = reduce(torch.promote_types, {tensor.dtype for tensor in state.values()})
-    return {name: tensor.to(widest).contiguous() for name, tensor in state.items()}
+    return {name: tensor.to(widest) for name, tensor in state.items()}
 
 
 def _wanted(names: Iterable[str], model: DCFormerForCausalLM) -> dict[str, _Array]:

@@ -1,6 +1,6 @@
 import pytest
 
-from dcformer import DCFormerConfig
+from dcformer import DCFormerConfig, DCPythiaConfig
 from dcformer.models.counts import count_parameters
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 96}
@@ -109,6 +109,22 @@ def test_sizes_of_the_paper_hold_what_they_are_named_after(name, millions):
 def test_small_sizes_are_named_after_their_parameters_without_embeddings(name, millions):
     counts = count_parameters(DCFormerConfig.from_size(name))
     assert counts.total - counts.embeddings == pytest.approx(millions * 1e6, rel=0.07)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("2.8B", 2775), ("6.9B", 6857)])  # those of Pythia, Biderman et al. 2023
+def test_sizes_of_dcpythia_are_those_of_pythia(name, millions):
+    counts = count_parameters(DCPythiaConfig.from_size(name, compose=None, qk_norm=False))
+    assert counts.total == pytest.approx(millions * 1e6, rel=1e-3)
+
+
+def test_dcpythia_rotates_a_quarter_of_each_head_unless_told(tmp_path):
+    assert DCPythiaConfig(**SMALL).rope_parameters["partial_rotary_factor"] == 0.25
+    half = DCPythiaConfig(**SMALL, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5})
+    assert half.rope_parameters["partial_rotary_factor"] == 0.5
+    half.save_pretrained(tmp_path)
+    assert DCPythiaConfig.from_pretrained(tmp_path).rope_parameters == half.rope_parameters
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.25 rotates 3 of head_dim=12 channels"):
+        DCPythiaConfig(**{**SMALL, "head_dim": 12})
 
 
 def test_size_takes_overrides_and_names_what_it_knows():

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dcformer import Compose, DCFormerConfig, DCFormerForCausalLM
+from dcformer import Compose, DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
 from dcformer.models.counts import count_flops, count_parameters
 
 SMALL = {
@@ -39,6 +39,21 @@ def test_parameters_are_those_of_the_model(compose, other):
     assert counts.composition == sum(p.numel() for name, p in model.named_parameters() if ".compose." in name)
     plain = count_parameters(DCFormerConfig(**SMALL, **other, compose=None)).total
     assert counts.composition_share == pytest.approx((counts.total - plain) / plain)
+
+
+@pytest.mark.parametrize(
+    "other", [{}, {"use_linear_bias": False, "head_dim": 16, "tie_word_embeddings": True}], ids=["plain", "other"]
+)
+def test_dcpythia_has_norms_and_biases_of_its_own(other):
+    config = DCPythiaConfig(**SMALL, **other)
+    with torch.device("meta"):
+        model = DCPythiaForCausalLM(config)
+    counts, shapes = count_parameters(config), {name: p.numel() for name, p in model.named_parameters()}
+    assert counts.total == sum(shapes.values())
+    assert counts.mlp == sum(size for name, size in shapes.items() if ".mlp." in name)
+    assert counts.norms == sum(size for name, size in shapes.items() if "norm" in name)
+    flops = count_flops(config, 1)
+    assert flops.mlp == 2 * sum(size for name, size in shapes.items() if ".mlp." in name and name.endswith("weight"))
 
 
 @pytest.mark.parametrize(("length", "window"), [(1, 4), (4, 4), (13, 4), (13, 64)])

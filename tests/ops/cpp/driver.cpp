@@ -52,7 +52,8 @@ bool all_finite(const std::vector<float>& x) {
 
 // The tensors of one side and of its gradients.
 struct SideTensors {
-  std::vector<float> base, query, key, dbase, dquery, dkey;
+  std::vector<float> base, query, key, packed, dbase, dquery, dpacked, dkey;
+  KeyWeights weights;
   Side side;
   SideGrads grads;
 
@@ -60,13 +61,28 @@ struct SideTensors {
     const int64_t n = c.N / c.groups;
     base = draw(c.base ? c.N * n : 0, 0.1f);
     query = draw(c.query_rank < 0 ? 0 : c.B * c.T * (2 * c.query_rank + 1) * c.N, 0.3f);
-    key = draw(c.key_rank < 0 ? 0 : c.B * packed_floats(c.S, c.N, c.key_rank), 0.3f);
+    const int64_t rows = 2 * c.key_rank + 1;
+    key = draw(c.key_rank < 0 ? 0 : c.B * c.S * rows * c.N, 0.3f);
+    packed.resize(c.key_rank < 0 ? 0 : c.B * packed_floats(c.S, c.N, c.key_rank));
+    weights = {key.data(), c.B, c.S, rows, c.N, {c.S * rows * c.N, rows * c.N, c.N, 1}};
+    if (c.T == 1) {  // as a cache has them, [B, N, S, rows]
+      weights.stride = {c.N * c.S * rows, rows, 1, c.S * rows};
+    }
+    if (c.key_rank >= 0) {
+      pack(weights, packed.data());
+    }
     dbase.resize(base.size());
     dquery.resize(query.size());
+    dpacked.resize(packed.size());
     dkey.resize(key.size());
     const auto data = [](std::vector<float>& x) { return x.empty() ? nullptr : x.data(); };
-    side = {data(base), data(query), data(key), std::max<int64_t>(0, c.query_rank), std::max<int64_t>(0, c.key_rank), c.groups};
-    grads = {data(dbase), data(dquery), data(dkey)};
+    side = {data(base), data(query), data(packed), std::max<int64_t>(0, c.query_rank), std::max<int64_t>(0, c.key_rank), c.groups};
+    grads = {data(dbase), data(dquery), data(dpacked)};
+  }
+  void unpack_grads() {
+    if (!dkey.empty()) {
+      unpack(dpacked.data(), {dkey.data(), weights.B, weights.S, weights.rows, weights.N, {}});
+    }
   }
 };
 
@@ -114,6 +130,8 @@ std::vector<std::vector<float>> run(const Case& c) {
   grads.pre = pre.grads;
   grads.post = post.grads;
   backward(p, heads(grad_out, c.N, c.T, c.Dv), statistics.data(), grads);
+  pre.unpack_grads();
+  post.unpack_grads();
   return {out, statistics, dquery, dkey, dvalue, pre.dbase, pre.dquery, pre.dkey, post.dbase, post.dquery, post.dkey, dadded};
 }
 

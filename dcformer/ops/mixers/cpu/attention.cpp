@@ -48,7 +48,8 @@ struct Composition {
     }
     if (key) {
       this->key = key->to(at::kFloat);
-      pack();
+      packed = at::empty({key->size(0), packed_floats(key->size(1), key->size(3), key->size(2) / 2)}, this->key->options());
+      pack(weights(), packed->data_ptr<float>());
     }
   }
 
@@ -73,50 +74,9 @@ struct Composition {
     return {data(base), data(query), data(packed)};
   }
 
-  // Between [B, S, 2R+1, N] and tiles.
-  void pack() {
-    const int64_t B = key->size(0), S = key->size(1), rows = key->size(2), N = key->size(3), rank = rows / 2;
-    const int64_t all = packed_floats(S, N, rank), tile = tile_floats(N, rank), tiles = all / tile;
-    // Weights of one key in one piece are whole columns of a tile.
-    const bool whole = key->stride(3) == 1 && key->stride(2) == N && rows * N % V == 0;
-    packed = at::empty({B, all}, key->options());
-    float* const to = packed->data_ptr<float>();
-    const float* const from = key->const_data_ptr<float>();
-    at::parallel_for(0, B * tiles, 16, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t b = i / tiles, j0 = i % tiles * L, count = std::clamp<int64_t>(S - j0, 0, L);
-        const float* const here = from + b * key->stride(0) + j0 * key->stride(1);
-        float* const panel = to + i * tile;
-        if (whole && count == L) {
-          transpose_panel(rows * N, here, key->stride(1), panel);
-          continue;
-        }
-        std::fill_n(panel, tile, 0.0f);
-        for (int64_t k = 0; k < rows * N; ++k) {
-          const int64_t o = k / N * key->stride(2) + k % N * key->stride(3);
-          for (int64_t l = 0; l < count; ++l) {
-            panel[k * L + l] = here[o + l * key->stride(1)];
-          }
-        }
-      }
-    });
-  }
-  void unpack() {
-    if (!key) {
-      return;
-    }
-    const int64_t S = key->size(1), row = key->size(2) * key->size(3), all = packed->size(1);
-    float* const to = key->data_ptr<float>();
-    const float* const from = packed->const_data_ptr<float>();
-    at::parallel_for(0, key->size(0) * S, 256, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t j = i % S;
-        const float* const column = from + i / S * all + j / L * row * L + j % L;
-        for (int64_t k = 0; k < row; ++k) {
-          to[i * row + k] = column[k * L];
-        }
-      }
-    });
+  KeyWeights weights() const {
+    return {key->data_ptr<float>(), key->size(0), key->size(1), key->size(2), key->size(3),
+            {key->stride(0), key->stride(1), key->stride(2), key->stride(3)}};
   }
 };
 
@@ -193,7 +153,9 @@ std::vector<at::Tensor> backward_op(
   backward(p, heads(dout), statistics.const_data_ptr<float>(), grads);
   std::vector<at::Tensor> out{dquery, dkey.narrow(3, 0, p.D), dvalue.narrow(3, 0, p.Dv)};
   for (Composition* side : {&dpre, &dpost}) {
-    side->unpack();
+    if (side->key) {
+      unpack(side->packed->const_data_ptr<float>(), side->weights());
+    }
     for (const MaybeTensor& part : {side->base, side->query, side->key}) {
       if (part) {
         out.push_back(*part);

@@ -266,4 +266,17 @@ void backward(const Problem& p, const Heads& grad_out, const float* statistics, 
   post_sums.finish_base(plan, grads.post);
 }
 
+void unpack(const float* from, const KeyWeights& to) {
+  const int64_t row = to.rows * to.N, all = packed_floats(to.S, to.N, to.rows / 2);
+  at::parallel_for(0, to.B * to.S, 256, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t j = i % to.S;
+      const float* const column = from + i / to.S * all + j / L * row * L + j % L;
+      for (int64_t k = 0; k < row; ++k) {
+        to.data[i * row + k] = column[k * L];
+      }
+    }
+  });
+}
+
 }  // namespace dcformer

@@ -185,4 +185,32 @@ void forward(const Problem& p, const Heads& out, float* statistics) {
   }
 }
 
+void pack(const KeyWeights& from, float* to) {
+  const auto &step = from.stride;
+  const int64_t rows = from.rows, N = from.N, tile = tile_floats(N, rows / 2), tiles = packed_floats(from.S, N, rows / 2) / tile;
+  // Weights of one key in one piece are whole columns of a tile.
+  const bool whole = step[3] == 1 && step[2] == N && rows * N % V == 0;
+  at::parallel_for(0, from.B * tiles, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t j0 = i % tiles * L, count = std::clamp<int64_t>(from.S - j0, 0, L);
+      const float* const here = from.data + i / tiles * step[0] + j0 * step[1];
+      float* const panel = to + i * tile;
+      if (whole && count == L) {
+        transpose_panel(rows * N, here, step[1], panel);
+        continue;
+      }
+      std::fill_n(panel, tile, 0.0f);
+      for (int64_t n = 0; n < N; ++n) {  // in a cache the weights of a head and key are one piece
+        for (int64_t l = 0; l < count; ++l) {
+          const float* const key = here + n * step[3] + l * step[1];
+          __builtin_prefetch(key + L * step[1]);
+          for (int64_t r = 0; r < rows; ++r) {
+            panel[(r * N + n) * L + l] = key[r * step[2]];
+          }
+        }
+      }
+    }
+  });
+}
+
 }  // namespace dcformer

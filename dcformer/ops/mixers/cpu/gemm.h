@@ -63,6 +63,7 @@ inline void multiply_panel(
   }
 }
 
+constexpr int64_t kDotRows = 2;    // as many rows and fewer are multiplied without a panel
 constexpr int64_t kPanelRows = 6;  // times U sums and a few more are what 16 registers hold
 
 // out[M, N] = alpha a b, or added to it where `accumulate`. N is a multiple of L.
@@ -85,6 +86,32 @@ inline void transpose_panel(int64_t K, const float* x, int64_t row, float* panel
     for (int64_t k = 0; k < K; k += V) {
       at::vec::transpose_mxn<float, V, V>(x + l * row + k, row, panel + k * L + l, L);
     }
+  }
+}
+
+// out[j] = alpha a . x[j] for the L rows of x [L, K], without a panel: cheaper for one or two rows of a. K is a multiple of V.
+inline void dot_products(int64_t K, float alpha, const float* a, const float* x, int64_t row, float* out) {
+  for (int64_t l = 0; l < L; l += V) {
+    Vec sum[V];
+    std::fill_n(sum, V, Vec(0.0f));
+    for (int64_t k = 0; k < K; k += V) {
+      const Vec factor = Vec::loadu(a + k);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < V; ++i) {
+        sum[i] = fmadd(factor, Vec::loadu(x + (l + i) * row + k), sum[i]);
+      }
+    }
+    float lanes[V * V], columns[V * V];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < V; ++i) {
+      sum[i].store(lanes + i * V);
+    }
+    at::vec::transpose_mxn<float, V, V>(lanes, V, columns, V);
+    Vec total(0.0f);
+    for (int64_t i = 0; i < V; ++i) {
+      total = total + Vec::loadu(columns + i * V);
+    }
+    (total * Vec(alpha)).store(out + l);
   }
 }
 

@@ -211,6 +211,17 @@ inline int64_t packed_floats(int64_t S, int64_t N, int64_t rank) {
   return (S + kKeys - 1) / kKeys * kTiles * tile_floats(N, rank);
 }
 
+// Key-wise weights as they come, [B, S, rows = 2R+1, N] with any strides.
+struct KeyWeights {
+  float* data;
+  int64_t B, S, rows, N;
+  std::array<int64_t, 4> stride;
+};
+
+// Between that and tiles; unpack takes it to be contiguous.
+void pack(const KeyWeights& from, float* to);
+void unpack(const float* from, const KeyWeights& to);
+
 // Queries t0.. t0 + queries of rows b0.. of the batch, and the chunks of keys that any of them sees.
 struct Block {
   int64_t b0, batch, t0, queries, chunk0, chunks;
@@ -395,14 +406,22 @@ inline void products(
       keys.prefetch(task.b, k + 1, j, count, D);
     }
     std::fill(rows + count * width, rows + kKeys * width, 0.0f);
-    for (int64_t t = 0; t < kTiles; ++t) {
+    const bool few = block.queries * p.shared() <= kDotRows;
+    for (int64_t t = 0; t < kTiles && !few; ++t) {
       transpose_panel(width, rows + t * L * width, width, panels + t * width * L);
     }
     for (int64_t n = k * p.shared(); n < (k + 1) * p.shared(); ++n) {
       for (int64_t t = 0; t < kTiles; ++t) {
         const Span& c = seeing[t];
-        multiply(c.size(), L, D, alpha, {a + (n * block.queries + c.begin) * width, width, 1}, {panels + t * width * L, L, 0}, false,
-                 out + c.begin * p.row_floats() + n * kKeys + t * L, p.row_floats());
+        const float* const from = a + (n * block.queries + c.begin) * width;
+        float* const to = out + c.begin * p.row_floats() + n * kKeys + t * L;
+        if (few) {
+          for (int64_t i = 0; i < c.size(); ++i) {
+            dot_products(width, alpha, from + i * width, rows + t * L * width, width, to + i * p.row_floats());
+          }
+        } else {
+          multiply(c.size(), L, D, alpha, {from, width, 1}, {panels + t * width * L, L, 0}, false, to, p.row_floats());
+        }
       }
     }
   }
