@@ -6,18 +6,20 @@ E hidden size, N heads, K key/value heads, D head dim, W window, R rank, G group
 from __future__ import annotations
 
 import inspect
-import re
+import json
+import os
+import warnings
 from dataclasses import field, fields
 from importlib import import_module
-from itertools import chain, cycle, islice, repeat
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
+from dcformer.models import released
+from dcformer.models.windows import layer_types
 from dcformer.nn import Compose
-
-_LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
 
 # What transformers, today or in version 4, writes into any config.json beside the keys that its base class takes.
 _FOREIGN_KEYS = {
@@ -46,21 +48,12 @@ _COMPOSE_OPTIONS = {
 }
 
 
-def _layer_types(pattern: str | list[str], num_layers: int) -> list[str]:
-    """A window pattern as transformers' layer types, repeated to `num_layers`."""
-    text = "".join(map(str, pattern)) if isinstance(pattern, (str, list)) else ""
-    if not re.fullmatch(r"([LG]([1-9]\d*)?)+", text):
-        raise ValueError(
-            f"window_pattern={pattern!r} is unknown; write L (local) and G (global), each with a count if repeated, "
-            'as in "G", "LG", "LGLL" or "LGL6", or a list of them'
-        )
-    letters = chain.from_iterable(repeat(letter, int(count or 1)) for letter, count in re.findall(r"([LG])(\d*)", text))
-    return [_LAYER_TYPES[letter] for letter in islice(cycle(letters), num_layers)]
-
-
 @strict
 class DecoderConfig(PreTrainedConfig):
     """What a decoder is made of. Keyword arguments only; keys that neither this class nor transformers knows are an error.
+
+    The config.json of the released checkpoints is read too; in it unknown keys are ignored, with a warning. Saving keeps the
+    format that a configuration came in.
 
     Args:
         vocab_size: number of tokens.
@@ -118,15 +111,45 @@ class DecoderConfig(PreTrainedConfig):
         self._check_windows(kwargs.pop("layer_types", None))
         self._check_compose()
         kwargs.pop("auto_map", None)  # names remote code, which is never run
+        self._released: dict[str, Any] | None = kwargs.pop("_released", None)  # see `released.read_config`
         mine = set(vars(self))
         super().__post_init__(**kwargs)
         unknown = [key for key in kwargs if key in vars(self) and key not in mine | _FOREIGN_KEYS]
-        if unknown:
+        if unknown and self._released is not None:
+            warnings.warn(f"config.json has keys that mean nothing to {self.model_type}: {', '.join(unknown)}", stacklevel=2)
+            for key in unknown:
+                delattr(self, key)
+        elif unknown:
             known = {f.name for f in fields(self)} - {f.name for f in fields(PreTrainedConfig)}
             raise ValueError(f"unknown configuration keys {unknown}; known are {', '.join(sorted(known))}")
         self._check_rotation()
         # The Auto classes look a model up by its configuration. Not imported before: transformers may itself be half imported.
         import_module(self.modeling)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, of the content of a config.json in our format or in the released one."""
+        if released.is_released(config_dict):
+            config_dict = released.read_config(config_dict, cls.model_type)
+        return super().from_dict(config_dict, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers, always in our format."""
+        return {key: value for key, value in super().to_dict().items() if key != "_released"}
+
+    def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
+        """As in transformers, in the format that the configuration came in.
+
+        Raises:
+            ValueError: it came in the released format and was given what that cannot say.
+        """
+        if self._released is None:
+            super().to_json_file(json_file_path, use_diff)
+            return
+        theirs, ours = released.write_config(self), self.to_dict()
+        theirs |= {key: ours[key] for key in ("model_type", "transformers_version", "quantization_config") if key in ours}
+        theirs["torch_dtype"] = ours["dtype"]
+        Path(json_file_path).write_text(json.dumps(theirs, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @classmethod
     def from_size(cls, name: str, **overrides: Any) -> Self:
@@ -153,7 +176,7 @@ class DecoderConfig(PreTrainedConfig):
     @property
     def layer_types(self) -> list[str]:
         """`window_pattern` in transformers' words, "sliding_attention" or "full_attention" for each layer."""
-        return _layer_types(self.window_pattern, self.num_hidden_layers)
+        return layer_types(self.window_pattern, self.num_hidden_layers)
 
     def _check_shapes(self) -> None:
         names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]

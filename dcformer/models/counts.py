@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from dcformer.models.configuration import DecoderConfig
+from dcformer.models.dcformer.configuration_dcformer import DCFormerConfig
 from dcformer.models.dcpythia.configuration_dcpythia import DCPythiaConfig
 
 
@@ -129,8 +130,10 @@ def _projections(config: DecoderConfig) -> int:
 
 
 def _mlp(config: DecoderConfig) -> int:
-    """Weights of a layer's MLP: two matrices with GELU, three with SwiGLU."""
-    return (2 if isinstance(config, DCPythiaConfig) else 3) * config.hidden_size * config.intermediate_size
+    """Weights of a layer's MLP: two matrices with GELU; three with SwiGLU, and those of its gates."""
+    if isinstance(config, DCFormerConfig):
+        return config.hidden_size * (3 * config.intermediate_size + (config.mgate_dim or 0))
+    return config.hidden_size * 2 * config.intermediate_size
 
 
 def _sides_and_parts(compose: dict) -> tuple[int, int]:

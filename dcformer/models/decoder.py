@@ -5,6 +5,7 @@ B batch, T queries, S keys, E hidden size, N heads, K key/value heads, D head di
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from transformers.utils.output_capturing import capture_outputs
 
 from dcformer.models.attention import COMPOSED_ATTENTION_FUNCTIONS, pack, unpack
 from dcformer.models.configuration import DecoderConfig
+from dcformer.models.released import COPIES
+from dcformer.models.released_weights import conversions_of
 from dcformer.nn import Compose
 
 QK_NORM_EPS = 1e-6
@@ -89,6 +92,7 @@ class DecoderPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _can_compile_fullgraph = True
+    _keys_to_ignore_on_load_unexpected = COPIES
     _can_record_outputs = {"hidden_states": GradientCheckpointingLayer, "attentions": ComposedAttention}  # noqa: RUF012
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
@@ -99,6 +103,31 @@ class DecoderPreTrainedModel(PreTrainedModel):
                 "specification, which also gives the attention weights)"
             )
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
+
+    def save_pretrained(  # type: ignore[override]  # the rest by name only
+        self, save_directory: str | os.PathLike, *, save_original_format: bool | None = None, **kwargs: Any
+    ) -> None:
+        """As in transformers, configuration and parameters in one of two formats.
+
+        Args:
+            save_directory: folder to write into.
+            save_original_format: `True` writes the format of the released checkpoints, `False` ours. By default a model keeps
+                the format that it came in; a new one is saved in ours, and so is a quantised one.
+            kwargs: as in transformers.
+
+        Raises:
+            ValueError: the released format cannot say what the configuration says, or weights are quantised.
+        """
+        came_as, quantized = self.config._released, getattr(self, "hf_quantizer", None) is not None
+        released = came_as is not None and not quantized if save_original_format is None else save_original_format
+        if released and quantized:
+            raise ValueError("save_original_format=True: the released format has no quantised weights; choose False")
+        self.config._released = (came_as or {}) if released else None
+        self._weight_conversions = conversions_of(self) if released else []
+        try:
+            super().save_pretrained(save_directory, save_original_format=released, **kwargs)
+        finally:
+            self.config._released = came_as
 
     def _get_static_cache_init_shape(self) -> None:
         """Packed keys are wider than `config.head_dim`, so a static cache takes its shape from the first keys it sees."""

@@ -30,6 +30,7 @@ def test_window_pattern_repeats_over_the_layers(pattern, layers, expected):
     [
         ({"num_attention_heads": 5}, "num_attention_heads=5 must divide hidden_size=64"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
+        ({"mgate_dim": 7}, "mgate_dim=7 must divide intermediate_size=96"),
         ({"head_dim": 15}, "head_dim=15 must be even"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be a whole number"),
         ({"vocab_size": -1}, "vocab_size=-1 must be a whole number"),

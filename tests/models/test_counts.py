@@ -29,7 +29,9 @@ ABLATIONS = [
 
 
 @pytest.mark.parametrize("compose", ABLATIONS, ids=str)
-@pytest.mark.parametrize("other", [{}, {"tie_word_embeddings": True, "qk_norm": True, "head_dim": 10}], ids=["plain", "other"])
+@pytest.mark.parametrize(
+    "other", [{}, {"tie_word_embeddings": True, "qk_norm": True, "head_dim": 10, "mgate_dim": 4}], ids=["plain", "other"]
+)
 def test_parameters_are_those_of_the_model(compose, other):
     config = DCFormerConfig(**SMALL, **other, compose=compose)
     with torch.device("meta"):

@@ -16,6 +16,8 @@ class DCFormerConfig(DecoderConfig):
 
     Args:
         intermediate_size: width of the SwiGLU MLP.
+        mgate_dim: how many equal slices of the MLP's activations have a gate of their own, a softmax over all gates; `None`: no
+            gates.
         rms_norm_eps: epsilon of the norms of hidden states.
     """
 
@@ -37,6 +39,12 @@ class DCFormerConfig(DecoderConfig):
 
     intermediate_size: int = 2816
     rms_norm_eps: float = 1e-6
+    mgate_dim: int | None = None
+
+    def _check_shapes(self) -> None:
+        super()._check_shapes()
+        if self.mgate_dim is not None and (self.mgate_dim < 1 or self.intermediate_size % self.mgate_dim):
+            raise ValueError(f"mgate_dim={self.mgate_dim} must divide intermediate_size={self.intermediate_size}, or be None")
 
 
 AutoConfig.register("dcformer", DCFormerConfig)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -18,17 +19,23 @@ from dcformer.models.decoder import ComposedAttention, Decoder, DecoderForCausal
 
 
 class DCFormerMLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU, down(silu(gate(x)) * up(x)); with `mgate_dim` gates softmax(mgate(x)) each scale a slice of the product."""
 
     def __init__(self, config: DCFormerConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        gates = config.mgate_dim
+        self.mgate = nn.Linear(config.hidden_size, gates, bias=False) if gates is not None else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, T, E] to [B, T, E]."""
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        inner = F.silu(self.gate_proj(hidden)) * self.up_proj(hidden)
+        if self.mgate is not None:
+            gates = F.softmax(self.mgate(hidden), dim=-1, dtype=torch.float32).to(inner.dtype)
+            inner = (inner.unflatten(-1, (gates.shape[-1], -1)) * gates.unsqueeze(-1)).flatten(-2)
+        return self.down_proj(inner)
 
 
 class DCFormerDecoderLayer(GradientCheckpointingLayer):
