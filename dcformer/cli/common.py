@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,19 +36,13 @@ def quieten_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def load(checkpoint: str) -> tuple[Any, Any]:
-    """The model and its tokenizer; untyped, as transformers' annotations do not say what a language model can do.
+@contextmanager
+def _loading(checkpoint: str) -> Iterator[None]:
+    """Gives the many errors of a checkpoint that is not there, damaged or of an unknown kind one form."""
+    from pickle import UnpicklingError
 
-    Args:
-        checkpoint: a folder, or a hub name where no such folder exists. Any model that `AutoModelForCausalLM` knows.
-
-    Raises:
-        ValueError: there is no such checkpoint, or it is damaged, or of a kind that transformers does not know.
-    """
-    import torch
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = Path(checkpoint)
     on_the_hub = not folder.exists() and _HUB_NAME.fullmatch(checkpoint)
@@ -54,18 +50,51 @@ def load(checkpoint: str) -> tuple[Any, Any]:
         raise ValueError(f"{checkpoint} is no checkpoint: there is no {folder / 'config.json'}")
     quieten_transformers()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", output_loading_info=True)
+        yield
+    except UnpicklingError as error:
+        raise ValueError(f"checkpoint {checkpoint} is damaged, or holds code beside its weights, which is never run") from error
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise ValueError(f"checkpoint {checkpoint} cannot be loaded: {error}") from error
+
+
+def load(checkpoint: str) -> tuple[Any, Any]:
+    """The model, where there is a GPU on it, and its tokenizer; arguments and errors as of `load_model`."""
+    import torch
+    from transformers import AutoTokenizer
+
+    with _loading(checkpoint):
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model, _ = load_model(checkpoint)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def load_model(checkpoint: str) -> tuple[Any, list[str]]:
+    """The model, and the names of weights that it has no place for; untyped, as transformers' annotations say too little.
+
+    Args:
+        checkpoint: a folder, or a hub name where no such folder exists. Any model that `AutoModelForCausalLM` knows.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it is damaged, or of a kind that transformers does not know.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _loading(checkpoint):
+        # Shapes that do not fit are let through, to be named below.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
+        )
     model, found = loaded
+    misfits = [f"{name} {list(stored)} in place of {list(ours)}" for name, stored, ours in sorted(found["mismatched_keys"])]
+    if misfits:
+        raise ValueError(f"checkpoint {checkpoint} has weights of another shape: {', '.join(misfits)}")
     if found["missing_keys"]:
         raise ValueError(f"checkpoint {checkpoint} lacks weights: {', '.join(sorted(found['missing_keys']))}")
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+    return model.eval(), sorted(found["unexpected_keys"])
 
 
 def read_config(file: Path) -> DCFormerConfig:
-    """The configuration in a JSON file.
+    """The configuration in a JSON file, in our keys or in those of the released checkpoints.
 
     Raises:
         ValueError: it is damaged, or does not describe a DCFormer.
@@ -75,6 +104,9 @@ def read_config(file: Path) -> DCFormerConfig:
     from dcformer.models.dcformer import DCFormerConfig
 
     try:
-        return DCFormerConfig(**json.loads(file.read_text(encoding="utf-8")))
+        keys = dict(json.loads(file.read_text(encoding="utf-8")))
+        if keys.get("model_type", "dcformer") != "dcformer":
+            raise ValueError(f"model_type={keys['model_type']!r} must be 'dcformer'")
+        return DCFormerConfig.from_dict(keys)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"{file} is no configuration of a DCFormer: {error}") from error

@@ -338,6 +338,22 @@ def _reshape_weight(folder):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
+def _add_code(folder):
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights | {"model.norm.weight": Code(folder / "run")}, folder / "pytorch_model.bin")
+
+
+class Code:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
 def _change_config(**changes):
     def change(folder):
         path = folder / "config.json"
@@ -352,7 +368,8 @@ def _change_config(**changes):
         (_truncate, "cannot be loaded"),
         (_garble, "cannot be loaded"),
         (_drop_weight, "model.norm.weight"),
-        (_reshape_weight, "cannot be loaded"),
+        (_reshape_weight, "model.norm.weight [5] in place of [16]"),
+        (_add_code, "code beside its weights"),
         (lambda folder: (folder / "model.safetensors").unlink(), "cannot be loaded"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot be loaded"),
         (lambda folder: (folder / "config.json").write_text('{"model_type": '), "cannot be loaded"),
@@ -367,6 +384,7 @@ def test_a_corrupt_checkpoint_is_one_line(dcformer, checkpoint, tmp_path, damage
     code, out, err = dcformer("generate", folder, "--prompt", "alpha")
     assert (code, out) == (1, "")
     assert err.count("\n") == 1 and str(folder) in err and named in err
+    assert not (folder / "run").exists()
 
 
 def test_the_makefile_calls_what_exists(dcformer):
