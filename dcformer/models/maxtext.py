@@ -7,12 +7,13 @@ What their sources fix (github Caiyun-AI/DCFormer, `jax/MaxText` and `pytorch/dc
 - Kernels are [in, out], with heads and head dim as axes of their own: query, key and value [E, N, D], out [N, D, E]. Rotary
   pairs are halves, as in the released checkpoints and here, so that no rows move.
 - `dw1`, `qkw`, `dd` and the static `w` have the shapes of `dcformer.Compose`; `dw1` and `dd` are kernels of linear layers.
-- RMS norms keep the factor itself, not the factor less one. The MLP is wo(silu(wi_0 x) * (wi_1 x)).
+- RMS norms keep the factor itself, not the factor less one. The MLP is wo(silu(wi_0 x) * (wi_1 x)), its gates `mgate`.
 - GELU in the composition is the tanh approximation there, the exact one in the released PyTorch code and here.
 
 Rope base, epsilons and window sizes are not in the tree: the configuration says them. DCPythia was not trained with this code.
 
-B blocks, P layers a block, E hidden size, N heads, K key/value heads, D head dim, F width of the MLP, V vocabulary.
+B blocks, P layers a block, E hidden size, N heads, K key/value heads, D head dim, F width of the MLP, A its gates,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ _LAYER = (
     ("mlp_{}.wi_0.kernel", "EF", "mlp.gate_proj.weight", "F E"),
     ("mlp_{}.wi_1.kernel", "EF", "mlp.up_proj.weight", "F E"),
     ("mlp_{}.wo.kernel", "FE", "mlp.down_proj.weight", "E F"),
+    ("mlp_{}.mgate.kernel", "EA", "mlp.mgate.weight", "A E"),
 )
 
 
