@@ -215,7 +215,7 @@ class DecoderConfig(PreTrainedConfig):
         assert self.rope_parameters is not None and self.head_dim is not None  # filled in by now
         factor = self.rope_parameters.get("partial_rotary_factor", 1)
         rotated = int(self.head_dim * factor)
-        if rotated % 2 or rotated < 2:
+        if rotated % 2 or not 2 <= rotated <= self.head_dim:
             raise ValueError(
                 f"partial_rotary_factor={factor} rotates {rotated} of head_dim={self.head_dim} channels; pairs are rotated, at "
                 "least one"

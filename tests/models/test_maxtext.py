@@ -31,6 +31,7 @@ def converted(parameters, model):
         ("LG", 2, {}, {}),
         ("LGL6", 1, {}, {}),
         ("G", 3, {"groups": 2, "qk_norm": False}, {"compose": {"groups": 2}, "qk_norm": False}),
+        ("LG", 2, {"mgate": 4}, {"mgate_dim": 4}),
         ("LG", 1, {"static": True, "kv_heads": 2}, {"compose": {"static": True}, "num_key_value_heads": 2}),
     ],
 )

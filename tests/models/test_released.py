@@ -264,6 +264,10 @@ def test_keys_left_out_mean_what_they_mean_to_the_authors(keys, expected, tmp_pa
         ({"n_local_heads": 2}, "num_key_value_heads=2 must divide num_attention_heads=3"),
         ({"mgate": True, "mgate_dim": 7}, "mgate_dim=7 must divide intermediate_size=60"),
         ({"window_size": 0}, "sliding_window=0 must be at least 1"),
+        ({"n_head": 0}, "n_head=0 must be a whole number above 0"),
+        ({"dim": "64"}, "dim='64' must be a whole number above 0"),
+        ({"norm_eps": "1e-6"}, "norm_eps='1e-6' must be a number above 0"),
+        ({"rope_base": -5.0}, "rope_base=-5.0 must be a number above 0"),
     ],
     ids=str,
 )
