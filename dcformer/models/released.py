@@ -127,7 +127,7 @@ def read_config(config: dict[str, Any], model_type: str) -> dict[str, Any]:
     theirs = {**defaults, **config}
     for key, kind in {"dim": int, "n_head": int, "norm_eps": float, "rope_base": float, "rotary_pct": float}.items():
         value = theirs.get(key, 1)
-        if not isinstance(value, (int, kind)) or value <= 0:
+        if type(value) not in (int, kind) or value <= 0:
             raise ValueError(f"{key}={value!r} must be a {'whole ' if kind is int else ''}number above 0")
     ours = {key: value for key, value in theirs.items() if key not in {*defaults, *_RUNNING}}
     ours |= {argument: theirs[key] for key, argument in arguments.items()}
