@@ -6,6 +6,7 @@ B batch, T queries, S keys, E hidden size, N heads, K key/value heads, D head di
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from transformers.utils.output_capturing import capture_outputs
 from dcformer.models.attention import COMPOSED_ATTENTION_FUNCTIONS, pack, unpack
 from dcformer.models.configuration import DecoderConfig
 from dcformer.models.released import COPIES
-from dcformer.models.released_weights import conversions_of
+from dcformer.models.released_weights import conversions_of, renamed
 from dcformer.nn import Compose
 
 QK_NORM_EPS = 1e-6
@@ -128,6 +129,10 @@ class DecoderPreTrainedModel(PreTrainedModel):
             super().save_pretrained(save_directory, save_original_format=released, **kwargs)
         finally:
             self.config._released = came_as
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As in torch, by our names or the released ones: with those a trainer resumes from a checkpoint that it wrote."""
+        return super().load_state_dict(renamed(state_dict, self), strict, assign)
 
     def _get_static_cache_init_shape(self) -> None:
         """Packed keys are wider than `config.head_dim`, so a static cache takes its shape from the first keys it sees."""

@@ -1,8 +1,6 @@
 """The format of the released checkpoints (Caiyun-AI/DCFormer-2.8B, Caiyun-AI/DCPythia-6.9B): its names and ours.
 
 Read and written are config.json and parameters; the authors' code is never run. What their config.json cannot say is refused.
-
-E hidden size, N heads, K key/value heads, D head dim, C channels of `dcformer.Compose`.
 """
 
 from __future__ import annotations
@@ -135,9 +133,9 @@ def read_config(config: dict[str, Any], model_type: str) -> dict[str, Any]:
     dim, heads = theirs["dim"], theirs["n_head"]
     if theirs["n_local_heads"] == -1:
         ours["num_key_value_heads"] = heads
-    if theirs["head_dim"] not in (None, dim // heads):
-        raise ValueError(f"head_dim={theirs['head_dim']} must be {dim // heads}, dim / n_head, or be left out")
-    if theirs["intermediate_size"] is None:  # 8/3 E in steps of 256
+    if theirs["head_dim"] is not None and theirs["head_dim"] * heads != dim:
+        raise ValueError(f"head_dim={theirs['head_dim']} must be dim={dim} / n_head={heads}, or be left out")
+    if theirs["intermediate_size"] is None:  # of SwiGLU 8/3 dim in steps of 256
         ours["intermediate_size"] = 4 * dim if model_type == "dcpythia" else -(-(8 * dim // 3) // 256) * 256
     ours["compose"] = {"key_wise": not theirs["query_wise"]} if theirs["use_dcmha"] else None
     ours["rope_parameters"] = {"rope_type": "default", "rope_theta": float(theirs["rope_base"])}

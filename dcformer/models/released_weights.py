@@ -1,17 +1,15 @@
-"""The parameters of the released checkpoints as transformers' conversions: loaded by them, saved by their reverse.
-
-E hidden size, C channels of `dcformer.Compose`.
-"""
+"""The parameters of the released checkpoints as transformers' conversions: loaded by them, saved by their reverse."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import ConversionOps, Split, WeightConverter, WeightRenaming
+from transformers.core_model_loading import ConversionOps, Split, WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import PreTrainedModel
 
 from dcformer.models.released import DYNAMIC, LAYER, MLP, NAMES, QKV
@@ -62,6 +60,22 @@ def _conversions(model_type: str, prefix: str) -> list[WeightConverter | WeightR
 def conversions_of(model: PreTrainedModel) -> list[WeightConverter | WeightRenaming]:
     """The conversions whose reverse gives the parameters of `model` their released names."""
     return _conversions(model.config.model_type, "" if model.base_model is model else f"{model.base_model_prefix}.")
+
+
+def renamed(state_dict: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters of `model` by released name, all or some, by our names. Others keep their names."""
+    conversions, ours = conversions_of(model), {}
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    for theirs, tensor in state_dict.items():
+        name, pattern = rename_source_key(theirs, renamings, converters)
+        if pattern is None:
+            ours[name] = tensor
+        else:
+            converter = next(c for c in converters if pattern in c.source_patterns)
+            converter.add_tensor(name, theirs, pattern, tensor)  # type: ignore[arg-type]  # saving hands tensors over too
+            ours |= converter.convert(name, model=model, config=model.config)
+    return ours
 
 
 for _model_type in MLP:

@@ -151,6 +151,38 @@ def test_every_format_comes_back_bit_exact(checkpoint, tmp_path):
     is_theirs(*stored(tmp_path / "last"))
 
 
+def test_a_trainer_resumes_from_the_checkpoint_that_it_wrote(tmp_path):
+    config = VARIANTS[-1]  # with keys that are shared, and only queries that mix
+    Trainer, Arguments = (getattr(pytest.importorskip("transformers"), name) for name in ("Trainer", "TrainingArguments"))
+    pytest.importorskip("accelerate")
+    write(tmp_path / "theirs", config, draw_weights(config))
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(config["vocab_size"], (4, 8))]
+
+    def train(**options):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+        settings = {"per_device_train_batch_size": 1, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "use_cpu": True}
+        arguments = Arguments(tmp_path / "run", max_steps=3, save_steps=2, report_to=[], disable_tqdm=True, **settings)
+        Trainer(model, arguments, train_dataset=data).train(**options)
+        return model.state_dict()
+
+    trained = train()
+    assert "layers.0.attention.wqkv.weight" in stored(tmp_path / "run/checkpoint-2")[1]
+    resumed = train(resume_from_checkpoint=tmp_path / "run/checkpoint-2")
+    assert all(torch.equal(trained[key], resumed[key]) for key in trained)
+
+
+def test_parameters_of_either_name_can_be_loaded_in_parts(tmp_path):
+    weights = draw_weights(DCPYTHIA)
+    model = AutoModelForCausalLM.from_pretrained(write(tmp_path, DCPYTHIA, weights))
+    expected, new = model.state_dict(), DCPythiaForCausalLM(model.config)
+    for part in (sorted(weights)[::2], sorted(weights)[1::2]):
+        assert not new.load_state_dict({key: weights[key] for key in part}, strict=False).unexpected_keys
+    assert all(torch.equal(new.state_dict()[key], expected[key]) for key in expected)
+    DCPythiaForCausalLM(model.config).load_state_dict(expected)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*more\.weight"):
+        new.load_state_dict({**weights, "more.weight": torch.zeros(1)})
+
+
 def test_quantised_weights_have_no_place_in_the_released_format(make, tmp_path):
     model = make()
     model.hf_quantizer = object()
@@ -260,7 +292,7 @@ def test_keys_left_out_mean_what_they_mean_to_the_authors(keys, expected, tmp_pa
     ("keys", "message"),
     [
         ({"window_type": "GLG"}, "window_type='GLG' is unknown; choose null, LG, LGLL, LGL6"),
-        ({"head_dim": 8}, "head_dim=8 must be 16, dim / n_head"),
+        ({"head_dim": 8}, "head_dim=8 must be dim=48 / n_head=3"),
         ({"n_local_heads": 2}, "num_key_value_heads=2 must divide num_attention_heads=3"),
         ({"mgate": True, "mgate_dim": 7}, "mgate_dim=7 must divide intermediate_size=60"),
         ({"window_size": 0}, "sliding_window=0 must be at least 1"),
