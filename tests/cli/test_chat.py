@@ -5,7 +5,7 @@ import signal
 import sys
 
 import pytest
-from tiny_models import TEMPLATE, WORDS, goes_on, tokenizer, write_checkpoint
+from tiny_models import KINDS, TEMPLATE, WORDS, goes_on, tokenizer, write_checkpoint
 
 TOKENS = 6
 GREEDY = ("--greedy", "--max-new-tokens", TOKENS)
@@ -22,7 +22,7 @@ def typed(monkeypatch):
     return lambda lines: monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
 
 
-@pytest.mark.parametrize("kind", ["dcformer", "llama"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_each_answer_goes_on_from_all_that_was_said(call, tmp_path, questions, typed, kind, template):
     model = write_checkpoint(tmp_path, kind, template)
@@ -66,7 +66,14 @@ def test_control_c_leaves(call, tmp_path, questions, typed, monkeypatch, when, n
     assert call("chat", tmp_path, *GREEDY)[:2] == (0, "\n")
 
 
-def test_generate_takes_any_model_of_transformers(call, tmp_path, questions):
-    model = write_checkpoint(tmp_path, "llama")
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate_takes_any_model_of_transformers(call, tmp_path, questions, kind):
+    model = write_checkpoint(tmp_path, kind)
     code, out, _ = call("generate", tmp_path, "--prompt", questions[0], *GREEDY)
     assert (code, out) == (0, f"{questions[0]}{goes_on(model, questions[0], TOKENS)}\n")
+
+
+def test_a_hub_name_that_cannot_be_fetched_is_one_line(call, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, out, err = call("generate", "nobody/nothing")
+    assert (code, out) == (1, "") and err.count("\n") == 1 and "nobody/nothing cannot be loaded" in err

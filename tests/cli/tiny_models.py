@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM
+from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
 from dcformer.training.tokenizer import train_tokenizer
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
@@ -22,7 +22,11 @@ SHAPE = {
     "max_position_embeddings": 128,
     "initializer_range": 0.5,  # so that each next token has a clear favourite
 }
-KINDS = {"dcformer": (DCFormerConfig, DCFormerForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+KINDS = {
+    "dcformer": (DCFormerConfig, DCFormerForCausalLM),
+    "dcpythia": (DCPythiaConfig, DCPythiaForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
 
 logging.disable_progress_bar()
 tokenizer = train_tokenizer(iter([" ".join(WORDS)] * 4), 400)
