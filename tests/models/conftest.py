@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM
+from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
 
 VOCAB = 97
 SHAPE = {
@@ -20,11 +20,14 @@ SHAPE = {
 
 
 @pytest.fixture
-def make() -> Callable[..., DCFormerForCausalLM]:
+def make() -> Callable[..., DCFormerForCausalLM | DCPythiaForCausalLM]:
     """Small models whose composition is loud: as training initialises it, it would hide mistakes below the tolerance."""
 
-    def build(**overrides: object) -> DCFormerForCausalLM:
-        model = DCFormerForCausalLM(DCFormerConfig(**{**SHAPE, **overrides})).eval()
+    kinds = {"dcformer": (DCFormerConfig, DCFormerForCausalLM), "dcpythia": (DCPythiaConfig, DCPythiaForCausalLM)}
+
+    def build(kind: str = "dcformer", **overrides: object) -> DCFormerForCausalLM | DCPythiaForCausalLM:
+        config, causal_lm = kinds[kind]
+        model = causal_lm(config(**{**SHAPE, **overrides})).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if ".compose." in name:
