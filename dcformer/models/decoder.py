@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer
-from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, find_packed_sequence_indices
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -24,8 +23,16 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from dcformer.models.attention import COMPOSED_ATTENTION_FUNCTIONS, pack, unpack
+from dcformer.models.attention import (
+    BACKENDS,
+    COMPOSED_ATTENTION_FUNCTIONS,
+    eager_composed_attention,
+    pack,
+    packed_width,
+    unpack,
+)
 from dcformer.models.configuration import DecoderConfig
+from dcformer.models.generation import PackedGenerationMixin
 from dcformer.models.released import COPIES
 from dcformer.models.released_weights import conversions_of, renamed
 from dcformer.nn import Compose
@@ -42,6 +49,7 @@ class ComposedAttention(nn.Module):
         assert K is not None and D is not None  # the configuration fills them in
         self.config, self.layer_idx = config, layer_idx
         self.head_dim, self.scaling, self.num_key_value_groups = D, D**-0.5, N // K
+        self.packed_width = packed_width(config)
         self.is_causal = True
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
         self.q_proj = nn.Linear(E, N * D, bias=bias)
@@ -70,17 +78,20 @@ class ComposedAttention(nn.Module):
         kwargs["dropout"] = self.config.attention_dropout if self.training else 0.0
         if self.compose is None:
             if cache is not None:
-                key, value = cache.update(key, value, self.layer_idx)
+                key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
                 if attention_mask is not None:  # a growing cache with a window of 1 gives back more keys than the mask is for
                     key, value = (states[:, :, -attention_mask.shape[-1] :] for states in (key, value))
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         else:
             pre, post = self.compose(hidden)
             if cache is not None:
-                key, value = cache.update(pack(key, pre), pack(value, post), self.layer_idx)
+                key, value = (pack(*pair, self.packed_width) for pair in ((key, pre), (value, post)))
+                key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
                 (key, pre), (value, post) = unpack(key, pre, self.head_dim), unpack(value, post, self.head_dim)
             attend = COMPOSED_ATTENTION_FUNCTIONS[self.config._attn_implementation]
             kwargs |= {"pre": pre, "post": post}
+        if kwargs.get("output_attentions", self.config.output_attentions):  # only this function has them
+            attend = eager_composed_attention
         out, weights = attend(self, query, key, value, attention_mask, **kwargs)
         return self.o_proj(out.flatten(2)), weights
 
@@ -100,8 +111,8 @@ class DecoderPreTrainedModel(PreTrainedModel):
         """Refuses every implementation that would run plain attention in the place of composed attention."""
         if requested_attention is not None and requested_attention not in COMPOSED_ATTENTION_FUNCTIONS:
             raise ValueError(
-                f"attn_implementation={requested_attention!r} is not supported; choose 'sdpa' (fast) or 'eager' (the "
-                "specification, which also gives the attention weights)"
+                f"attn_implementation={requested_attention!r} is not supported; choose 'sdpa' (fast), 'eager' (the "
+                f"specification), or a backend: {', '.join(BACKENDS)}"
             )
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
@@ -133,9 +144,6 @@ class DecoderPreTrainedModel(PreTrainedModel):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As in torch, by our names or the released ones: with those a trainer resumes from a checkpoint that it wrote."""
         return super().load_state_dict(renamed(state_dict, self), strict, assign)
-
-    def _get_static_cache_init_shape(self) -> None:
-        """Packed keys are wider than `config.head_dim`, so a static cache takes its shape from the first keys it sees."""
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -199,6 +207,8 @@ class Decoder(DecoderPreTrainedModel):
         Composed attention takes flags wherever the queries are the last of the keys, so that masks stay linear in the length:
         without a cache and in one that grows. A static cache, or a mask that the caller finished, is transformers' business.
         """
+        if self.config._attn_implementation == "paged|eager" and (cache is None or isinstance(cache, Cache)):
+            raise ValueError("attn_implementation='paged|eager' is for generate_batch only; choose 'eager'")
         if isinstance(attention_mask, dict):
             return attention_mask, False
         if attention_mask is not None:
@@ -236,7 +246,7 @@ def _hidden_besides(
     return None if document is None else document[:, None, :, None] == document[:, None, None, :]
 
 
-class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
+class DecoderForCausalLM(DecoderPreTrainedModel, PackedGenerationMixin):
     """A decoder that predicts the next token. A model makes its decoder `model`, and `lm_head`."""
 
     model: Decoder

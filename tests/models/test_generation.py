@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 
 COMPOSITIONS = [
     {},
@@ -43,7 +43,16 @@ def uncached(model, sequences, mask):
 @pytest.mark.parametrize("compose", COMPOSITIONS, ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_generating_equals_one_pass(make, tokens, compose, mode):
-    model = make(compose=compose)
+    check_generating(make(compose=compose), tokens, mode)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", MODES)
+def test_generating_equals_one_pass_for_dcpythia(make, tokens, mode):
+    check_generating(make("dcpythia"), tokens, mode)
+
+
+def check_generating(model, tokens, mode):
     ids, mask = padded(tokens)
     settings = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, **MODES[mode]}
     out = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, output_logits=True, **settings)
@@ -53,7 +62,7 @@ def test_generating_equals_one_pass(make, tokens, compose, mode):
 
 @torch.no_grad()
 @pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "dc_cpu", "dc_chunked", "dc_reference"])
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_head_sharing_and_implementations(make, tokens, heads, implementation, cache):
     model = make(num_key_value_heads=heads)
@@ -115,6 +124,82 @@ def test_prefill_chunk_and_single_tokens_equal_one_pass(make, tokens, compose, k
     }[kind]()
     pieces = [model(part, cache=cache, use_cache=True).logits for part in ids.split([5, 2, 11, 1, 7, 1, 1, 12], dim=1)]
     close(torch.cat(pieces, dim=1), model(ids, use_cache=False).logits)
+
+
+@torch.no_grad()
+def test_tokens_of_an_assistant_are_taken_back(make, tokens):
+    model, assistant = make(), make(num_hidden_layers=2)
+    ids = tokens(1, 24)
+    sequence = model.generate(ids, max_new_tokens=16, do_sample=False, assistant_model=assistant)
+    logits = uncached(model, sequence, torch.ones_like(ids))[0]
+    close(logits.gather(1, sequence[0, 24:, None])[:, 0], logits.amax(-1))  # greedy, up to ties
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compose", [{}, {"post": False}, None], ids=str)
+@pytest.mark.parametrize("kind", ["dcformer", "dcpythia"])
+def test_continuous_batching(make, tokens, compose, kind):
+    model = make(kind, compose=compose)
+    prompts = [tokens(length) for length in (20, 9, 3)]
+    config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32, page_size=16)  # by default all memory
+    results = model.generate_batch(
+        [prompt.tolist() for prompt in prompts], generation_config=config, continuous_batching_config=small
+    )
+    assert len(results) == 3 and model.config.head_dim == 16
+    for prompt, result in zip(prompts, results.values(), strict=True):
+        sequence = torch.cat([prompt, torch.tensor(result.generated_tokens)])[None]
+        logits = uncached(model, sequence, torch.ones_like(prompt)[None])[0]
+        assert len(logits) == 8
+        close(logits.gather(1, sequence[0, len(prompt) :, None])[:, 0], logits.amax(-1))
+
+
+def test_the_paged_implementation_is_refused_outside_continuous_batching(make, tokens):
+    model = make()
+    model.set_attn_implementation("paged|eager")
+    with pytest.raises(ValueError, match="is for generate_batch only; choose 'eager'"):
+        model(tokens(1, 4))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compose", [{}, {"pre": False}, None], ids=str)
+def test_a_quantised_cache(make, tokens, compose):
+    """As exact as four bits allow: the first token exactly, those after it as well as without composition."""
+    pytest.importorskip("optimum.quanto")
+    model = make(compose=compose, window_pattern="G", sliding_window=None)
+    ids = tokens(3, 20)
+    settings = {"backend": "quanto", "nbits": 4, "q_group_size": 16}
+    out = model.generate(
+        ids, max_new_tokens=6, do_sample=False, pad_token_id=0, cache_implementation="quantized", cache_config=settings,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    logits, expected = torch.stack(out.logits, dim=1), uncached(model, out.sequences, torch.ones_like(ids))
+    close(logits[:, 0], expected[:, 0])
+    error = (logits - expected).norm() / expected.norm()
+    assert 0 < error < 0.5  # without key-wise weights, or with those of other heads, about 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="transformers offloads from a GPU only")
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
+def test_an_offloaded_cache(make, tokens, implementation):
+    model, ids = make().cuda(), tokens(2, 20).cuda()
+    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    out = model.generate(ids, cache_implementation=implementation, return_dict_in_generate=True, output_logits=True, **settings)
+    close(torch.stack(out.logits, dim=1), uncached(model, out.sequences, torch.ones_like(ids)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["dcformer", "dcpythia"])
+def test_the_cache_costs_at_most_7_percent_more(make, tokens, kind):
+    """At the shape of the released models, N = 32, D = 80; the authors' costs 46 % more."""
+    shape = {"hidden_size": 64, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 80, "num_hidden_layers": 2}
+
+    def size(compose):
+        cache = make(kind, compose=compose, **shape)(tokens(1, 24), use_cache=True).cache
+        return sum(states.numel() * states.element_size() for layer in cache.layers for states in (layer.keys, layer.values))
+
+    assert 1 < size({}) / size(None) <= 1.07
 
 
 @torch.no_grad()
