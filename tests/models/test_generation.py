@@ -1,10 +1,11 @@
 """With a cache: whatever is generated has the logits that one pass without a cache gives to the same tokens."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
+from transformers import Cache, ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 
 COMPOSITIONS = [
     {},
@@ -179,14 +180,28 @@ def test_a_quantised_cache(make, tokens, compose):
     assert 0 < error < 0.5  # without key-wise weights, or with those of other heads, about 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="transformers offloads from a GPU only")
+class NoStream(contextlib.nullcontext):
+    def wait_stream(self, other):
+        pass
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
-def test_an_offloaded_cache(make, tokens, implementation):
-    model, ids = make().cuda(), tokens(2, 20).cuda()
-    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    out = model.generate(ids, cache_implementation=implementation, return_dict_in_generate=True, output_logits=True, **settings)
+def test_an_offloaded_cache(make, tokens, implementation, monkeypatch):
+    """Where there is no GPU, its streams are replaced, and layers are moved from the CPU to the CPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        monkeypatch.setattr(torch, "Stream", NoStream)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: NoStream())
+    moved = []
+    monkeypatch.setattr(Cache, "offload", lambda self, *args, to=Cache.offload: (moved.append(args), to(self, *args)))
+    model, ids = make().to(device), tokens(2, 20).to(device)
+    out = model.generate(
+        ids, max_new_tokens=12, do_sample=False, pad_token_id=0, cache_implementation=implementation,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
     close(torch.stack(out.logits, dim=1), uncached(model, out.sequences, torch.ones_like(ids)))
+    assert len(moved) == 12 * 4
 
 
 @torch.no_grad()
