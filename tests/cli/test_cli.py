@@ -35,18 +35,10 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def dcformer(place, monkeypatch, capfd):
+def dcformer(place, monkeypatch, call):
     """Runs the command line in `place`; gives exit code, stdout and stderr."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            run([str(argument) for argument in arguments])
-        out, err = capfd.readouterr()
-        return stop.value.code or 0, out, err
-
     return call
 
 

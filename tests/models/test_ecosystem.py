@@ -11,7 +11,6 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -152,28 +151,6 @@ def test_lora_beside_trainable_composition(make, tokens, tmp_path, kind):
         expected = model(input_ids=ids).logits
         close(loaded(input_ids=ids).logits, expected, atol=0)
         close(loaded.merge_and_unload()(input_ids=ids).logits, expected)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_low_bit_loading(saved, tokens, kind, bits):
-    """Linear layers in 8 or 4 bits, composition weights as they were."""
-    pytest.importorskip("bitsandbytes")
-    folder, model = saved(kind)
-    quantised = AutoModelForCausalLM.from_pretrained(
-        folder,
-        quantization_config=BitsAndBytesConfig(load_in_8bit=bits == 8, load_in_4bit=bits == 4, bnb_4bit_quant_type="nf4"),
-    )
-    kinds = {type(module).__name__ for module in quantised.model.layers.modules()}
-    assert {8: "Linear8bitLt", 4: "Linear4bit"}[bits] in kinds and "Linear" not in kinds
-    for name, parameter in quantised.named_parameters():
-        if ".compose." in name:
-            close(parameter, model.get_parameter(name), atol=0)
-    ids = tokens(2, 20)
-    hidden, expected = (m.model(ids).last_hidden_state.float() for m in (quantised, model))
-    assert (hidden - expected).norm() / expected.norm() < {8: 0.1, 4: 0.7}[bits]
-    assert quantised.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0).shape == (2, 24)
 
 
 @torch.no_grad()
