@@ -10,6 +10,7 @@ from dcformer import _register
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from dcformer.conversion import convert, unconvert
     from dcformer.models.dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerModel
     from dcformer.models.dcpythia import DCPythiaConfig, DCPythiaForCausalLM, DCPythiaModel
     from dcformer.nn import DCMHA, Compose
@@ -26,6 +27,8 @@ _HOME = {
     "DCPythiaConfig": "dcformer.models.dcpythia",
     "DCPythiaModel": "dcformer.models.dcpythia",
     "DCPythiaForCausalLM": "dcformer.models.dcpythia",
+    "convert": "dcformer.conversion",
+    "unconvert": "dcformer.conversion",
 }
 
 __all__ = [
@@ -39,6 +42,8 @@ __all__ = [
     "DCPythiaForCausalLM",
     "DCPythiaModel",
     "composed_attention",
+    "convert",
+    "unconvert",
 ]
 
 

@@ -15,6 +15,7 @@ _TRIGGER = "transformers.models.auto.configuration_auto"
 _CONFIGURATIONS = (
     "dcformer.models.dcformer.configuration_dcformer",
     "dcformer.models.dcpythia.configuration_dcpythia",
+    "dcformer.conversion.auto",
 )
 
 

@@ -1,0 +1,163 @@
+"""What a converted attention module does: weights before its forward, packed in its cache, mixed where it attends.
+
+B batch, T queries, S keys, N heads, K key/value heads, H = N/K, D head dim, E hidden size, R rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from dcformer.models.attention import composed_attention_forward, eager_composed_attention, unpack
+from dcformer.models.attention import pack as pack_weights
+from dcformer.nn import Compose
+from dcformer.ops import Composition
+from dcformer.ops.mixers import MIXERS
+
+# What transformers' models call the states that keys are projected from, where they are not the queries' own.
+_KEY_STATES = ("key_value_states", "encoder_hidden_states")
+_IDENTITY = Composition()
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module asks transformers' attention interface for its function, and hands its keyword arguments on to it."""
+    forward = type(module).forward
+    kinds = [p.kind for p in inspect.signature(forward).parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        return False
+    try:
+        source = inspect.getsource(inspect.unwrap(forward))
+    except (OSError, TypeError):
+        return False
+    return "ALL_ATTENTION_FUNCTIONS" in source and "get_interface" in source
+
+
+def head_count(module: nn.Module) -> int:
+    """N of an attention module."""
+    for owner, name in ((module, "num_heads"), (module, "num_attention_heads"), (module, "n_heads")):
+        if isinstance(getattr(owner, name, None), int):
+            return getattr(owner, name)
+    return module.config.num_attention_heads
+
+
+class ComposeHeads:
+    """Forward pre-hook of an attention module: gives its attention function `pre` and `post`, and its cache the packing."""
+
+    def __init__(self, module: nn.Module):
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(module.forward).parameters.values()
+        self.names = [p.name for p in parameters if p.kind in positional]
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The arguments of `module.forward`, with the mixing among them."""
+        implementation = module.config._attn_implementation
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"attn_implementation={implementation!r} would leave out the composition; choose 'sdpa' or 'eager' through "
+                "set_attn_implementation of the converted model"
+            )
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        hidden = given[self.names[0]]
+        sources = [given[name] for name in _KEY_STATES if given.get(name) is not None]
+        caches = [name for name, value in given.items() if isinstance(value, Cache)]
+        cache = given[caches[0]] if caches else None
+        if sources and isinstance(cache, EncoderDecoderCache) and cache.is_updated.get(module.layer_idx):
+            sources = [sources[0][:, :0]]  # the cache holds the weights of the keys already
+        pre, post = module.compose(hidden, *sources)
+        given |= {"pre": pre, "post": post, "packed": cache is not None}
+        for name in caches:
+            given[name] = _PackingCache(given[name], pre, post)
+        return (), given
+
+
+class _PackingCache:
+    """A cache, as one attention module sees it: the mixing weights of new keys are stored behind them.
+
+    It passes for a cache of the same class, as models ask for that.
+    """
+
+    def __init__(self, cache: Cache, pre: Composition, post: Composition):
+        self._cache, self._pre, self._post = cache, pre, post
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return type(self._cache)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._cache, name)
+        return _PackingCache(value, self._pre, self._post) if isinstance(value, Cache) else value
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values of all positions, [B, K, S, D + (2R+1) H]."""
+        return self._cache.update(_pack(key, self._pre), _pack(value, self._post), *args, **kwargs)
+
+
+def _pack(states: Tensor, composition: Composition) -> Tensor:
+    return states if composition.key is None else pack_weights(states, composition, 0)
+
+
+def _unpack(packed: Tensor, composition: Composition, heads: int) -> tuple[Tensor, Composition]:
+    if composition.key is None:
+        return packed, composition
+    width = composition.key.shape[2] * heads // packed.shape[1]
+    return unpack(packed, composition, packed.shape[3] - width)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    pre: Composition = _IDENTITY,
+    post: Composition = _IDENTITY,
+    packed: bool = False,
+    implementation: str = "auto",
+    output_attentions: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention with composed heads, as transformers calls it.
+
+    Args:
+        module: the attention module.
+        query: [B, N, T, D].
+        key: [B, K, S, D], or as `_PackingCache` stores it.
+        value: [B, K, S, D], or as `_PackingCache` stores it.
+        attention_mask: bool (True = visible) or float (added), broadcasts to [B, N, T, S], or `None`.
+        pre: mixing of the scores.
+        post: mixing of the weights.
+        packed: whether keys and values come from a cache with the mixing weights behind them.
+        implementation: "eager", or a backend of `dcformer.composed_attention`.
+        output_attentions: whether the weights are wanted.
+        kwargs: what the family has besides.
+
+    Returns:
+        ([B, T, N, D], the composed weights [B, N, T, S] where wanted or `implementation` is "eager")
+
+    Raises:
+        ValueError: the module did not hand the composition on.
+    """
+    if isinstance(getattr(module, "compose", None), Compose) and pre is _IDENTITY and post is _IDENTITY:
+        raise ValueError(f"{type(module).__name__} does not hand keyword arguments to its attention function")
+    if packed:
+        heads = query.shape[1]
+        (key, pre), (value, post) = _unpack(key, pre, heads), _unpack(value, post, heads)
+    if implementation == "eager" or output_attentions:
+        return eager_composed_attention(module, query, key, value, attention_mask, pre, post, **kwargs)
+    return composed_attention_forward(module, query, key, value, attention_mask, pre, post, backend=implementation, **kwargs)
+
+
+# Under their own names: transformers' ("sdpa", "eager") would attend without composition, and never say so.
+IMPLEMENTATIONS = {f"converted_{name}": name for name in ("auto", "eager", "reference", *MIXERS)}
+for _name, _implementation in IMPLEMENTATIONS.items():
+    AttentionInterface.register(_name, partial(attend, implementation=_implementation))
+    AttentionMaskInterface.register(_name, sdpa_mask)
