@@ -10,7 +10,7 @@ from dcformer import _register
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from dcformer.conversion import convert, unconvert
+    from dcformer.conversion.convert import convert, unconvert
     from dcformer.models.dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerModel
     from dcformer.models.dcpythia import DCPythiaConfig, DCPythiaForCausalLM, DCPythiaModel
     from dcformer.nn import DCMHA, Compose
@@ -27,8 +27,8 @@ _HOME = {
     "DCPythiaConfig": "dcformer.models.dcpythia",
     "DCPythiaModel": "dcformer.models.dcpythia",
     "DCPythiaForCausalLM": "dcformer.models.dcpythia",
-    "convert": "dcformer.conversion",
-    "unconvert": "dcformer.conversion",
+    "convert": "dcformer.conversion.convert",
+    "unconvert": "dcformer.conversion.convert",
 }
 
 __all__ = [

@@ -1,5 +1,1 @@
 """Composable heads for pretrained transformers: `convert` and `unconvert`."""
-
-from dcformer.conversion.convert import convert, unconvert
-
-__all__ = ["convert", "unconvert"]

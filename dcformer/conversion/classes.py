@@ -53,7 +53,7 @@ class Converted:
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """As in transformers; a part whose configuration does not tell of the composition is refused."""
-        if not isinstance(self.config, composed_config(type(self).base)):  # type: ignore[attr-defined]
+        if not isinstance(self.config, self.config_class):  # type: ignore[attr-defined]
             raise ValueError(f"this {type(self).__name__} is part of a converted model; save that model")
         super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from dcformer.conversion.attention import ComposeHeads, head_count, is_attention
 from dcformer.conversion.classes import Converted, composed_class, composed_config
@@ -109,6 +110,7 @@ def install(model: PreTrainedModel, options: dict[str, Any]) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and not isinstance(module, Converted):
             module.__class__ = composed_class(type(module))
+            _CAN_RECORD_REGISTRY[module] = module._can_record_outputs  # transformers looks them up by the name of the class
     if not isinstance(model.config, model.config_class):
         model.config.__class__ = model.config_class
     model.config.composition = options
