@@ -72,26 +72,19 @@ class ComposeHeads:
         pre, post = module.compose(hidden, *sources)
         given |= {"pre": pre, "post": post, "packed": cache is not None}
         for name in caches:
-            given[name] = _PackingCache(given[name], pre, post)
+            packing = _PackingEncoderDecoderCache if isinstance(cache, EncoderDecoderCache) else _PackingCache
+            given[name] = packing(given[name], pre, post)
         return (), given
 
 
 class _PackingCache:
-    """A cache, as one attention module sees it: the mixing weights of new keys are stored behind them.
-
-    It passes for a cache of the same class, as models ask for that.
-    """
+    """A cache, as one attention module sees it: the mixing weights of new keys are stored behind them."""
 
     def __init__(self, cache: Cache, pre: Composition, post: Composition):
         self._cache, self._pre, self._post = cache, pre, post
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
-        return type(self._cache)
-
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._cache, name)
-        return _PackingCache(value, self._pre, self._post) if isinstance(value, Cache) else value
+        return getattr(self._cache, name)
 
     def __len__(self) -> int:
         return len(self._cache)
@@ -99,6 +92,15 @@ class _PackingCache:
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keys and values of all positions, [B, K, S, D + (2R+1) H]."""
         return self._cache.update(_pack(key, self._pre), _pack(value, self._post), *args, **kwargs)
+
+
+class _PackingEncoderDecoderCache(EncoderDecoderCache):
+    """The same for a pair of caches. Models ask for this class; what has been cached for cross-attention is known to both."""
+
+    def __init__(self, cache: EncoderDecoderCache, pre: Composition, post: Composition):
+        self.self_attention_cache = _PackingCache(cache.self_attention_cache, pre, post)
+        self.cross_attention_cache = _PackingCache(cache.cross_attention_cache, pre, post)
+        self.is_updated = cache.is_updated
 
 
 def _pack(states: Tensor, composition: Composition) -> Tensor:

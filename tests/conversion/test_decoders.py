@@ -1,3 +1,4 @@
+import copy
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import dcformer
 from dcformer.nn import Compose
+from dcformer.testing import assert_within_budget
 
 VOCAB = 97
 SHAPE = {
@@ -53,7 +55,7 @@ def tokens(rows=2):
 
 def generate(model, ids, **options):
     return model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=7, min_new_tokens=7, do_sample=False, **options
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, min_new_tokens=4, do_sample=False, **options
     )
 
 
@@ -98,7 +100,7 @@ def test_padding_is_not_seen(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_steps_move_every_parameter(family):
     model, ids = dcformer.convert(make(family), static=True).train(), tokens()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for step in range(3):
@@ -116,7 +118,7 @@ def test_gradients_are_those_without_checkpointing():
     model, ids = loud(dcformer.convert(make("llama"))).train(), tokens()
     for reentrant in (None, False, True):
         if reentrant is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
         model.zero_grad()
         model(ids, labels=ids).loss.backward()
         grads = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -138,26 +140,25 @@ def test_backends_agree_and_weights_come_out():
     assert len(outputs.hidden_states) == 3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype):
-    model, ids = make("llama").to(dtype), tokens()
-    logits = model(ids).logits
+def test_bfloat16():
+    model, ids = make("llama").bfloat16(), tokens()
+    plain, exact = model(ids).logits, copy.deepcopy(model).double()(ids).logits
     dcformer.convert(model)
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    torch.testing.assert_close(model(ids).logits, logits)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert_within_budget(model(ids).logits, plain, exact, 2)
 
 
 def test_compiles_whole():
     model, ids = loud(dcformer.convert(make("llama"))), tokens()
     logits = model(ids).logits
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(ids, use_cache=False).logits, logits, atol=2e-5, rtol=0)
 
 
 def test_compiled_decoding_with_a_static_cache():
     model, ids = loud(dcformer.convert(make("llama"))), tokens()
     expected = generate(model, ids, use_cache=False)
-    model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
     assert torch.equal(generate(model, ids, cache_implementation="static"), expected)
 
 
@@ -210,7 +211,7 @@ def test_only_chosen_layers_are_converted_and_only_composition_trains():
         name for name, _ in model.named_parameters() if ".compose." in name
     }
     ids = tokens()
-    loud(model).gradient_checkpointing_enable()
+    loud(model).activation_checkpointing_enable()
     model.train()(ids, labels=ids).loss.backward()
     assert all(p.grad.any() for p in model.parameters() if p.requires_grad)
 
@@ -220,7 +221,7 @@ def test_wrong_use():
     for options, words in (
         ({"rank": 5}, "rank=5 is over the 4 heads"),
         ({"rank": 3, "groups": 2}, "rank=3 is over the 2 heads"),
-        ({"groups": 3}, "groups=3 must divide"),
+        ({"groups": 3, "rank": 1}, "groups=3 must divide"),
         ({"layers": ["model.layers.7"]}, r"'model.layers.7'; there is at layers.0.self_attn"),
         ({"trainable": "heads"}, "trainable='heads'"),
     ):
