@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.integrations.sdpa_attention import create_position_bias_mask
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
@@ -125,6 +126,7 @@ def attend(
     packed: bool = False,
     implementation: str = "auto",
     output_attentions: bool = False,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention with composed heads, as transformers calls it.
@@ -140,7 +142,8 @@ def attend(
         packed: whether keys and values come from a cache with the mixing weights behind them.
         implementation: "eager", or a backend of `dcformer.composed_attention`.
         output_attentions: whether the weights are wanted.
-        kwargs: what the family has besides.
+        position_bias: [1, N, T, S], added to the composed scores.
+        kwargs: what the family has besides. Capped scores and sinks, which no fast backend has, are left to the specification.
 
     Returns:
         ([B, T, N, D], the composed weights [B, N, T, S] where wanted or `implementation` is "eager")
@@ -153,7 +156,11 @@ def attend(
     if packed:
         heads = query.shape[1]
         (key, pre), (value, post) = _unpack(key, pre, heads), _unpack(value, post, heads)
-    if implementation == "eager" or output_attentions:
+    if position_bias is not None:
+        causal = module.is_causal and query.shape[2] > 1
+        attention_mask = create_position_bias_mask(position_bias, attention_mask, causal, query, key)
+    beyond = any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
+    if implementation == "eager" or output_attentions or (implementation == "auto" and beyond):
         return eager_composed_attention(module, query, key, value, attention_mask, pre, post, **kwargs)
     return composed_attention_forward(module, query, key, value, attention_mask, pre, post, backend=implementation, **kwargs)
 

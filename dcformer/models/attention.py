@@ -107,12 +107,17 @@ def eager_composed_attention(
     post: Composition = _IDENTITY,
     scaling: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The specification, which returns the composed weights [B, N, T, S] too."""
+    """The specification, which returns the composed weights [B, N, T, S] too.
+
+    It also has `softcap` and, as `s_aux`, `sinks` of `dcformer.ops.reference.composed_weights`.
+    """
     S, visible = _visible(module, query.shape[2], key.shape[2], attention_mask, **kwargs)
     key, value, pre, post = _first(S, key, value, pre, post)
-    weights = composed_weights(query, key, pre, post, scale=scaling, **visible).to(value.dtype)
+    weights = composed_weights(query, key, pre, post, scale=scaling, softcap=softcap, sinks=s_aux, **visible).to(value.dtype)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     return (F.dropout(weights, dropout) @ value).transpose(1, 2).contiguous(), weights
 

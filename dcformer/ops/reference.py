@@ -55,20 +55,33 @@ def composed_weights(
     is_causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The composed attention weights p' = Compose_post(softmax(Compose_pre(s) + mask)), [B, N, T, S].
 
-    Arguments as in `dcformer.composed_attention`. Memory is quadratic in the length.
+    Arguments as in `dcformer.composed_attention`, and two that some models have. Memory is quadratic in the length.
+
+    Args:
+        softcap: c of c tanh(a / c), which bounds the composed scores before the mask.
+        sinks: [N], logits of a key without a value that every query sees: it takes its share of the softmax.
     """
     T, S = query.shape[2], key.shape[2]
     scale = query.shape[3] ** -0.5 if scale is None else scale
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     a = compose(scale * query @ key.transpose(2, 3), pre)
+    if softcap is not None:
+        a = softcap * torch.tanh(a / softcap)
     a = a.masked_fill(~visible_keys(T, S, is_causal, window, query.device), -math.inf)
     if attn_mask is not None:
         a = a.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else a + attn_mask
     empty = (a == -math.inf).all(-1, keepdim=True)
-    p = a.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+    a = a.masked_fill(empty, 0)
+    if sinks is None:
+        p = a.softmax(-1)
+    else:
+        p = torch.cat([a, sinks[:, None, None].to(a.dtype).expand(*a.shape[:3], 1)], dim=-1).softmax(-1)[..., :-1]
+    p = p.masked_fill(empty, 0)
     return compose(p, post)
 
 
