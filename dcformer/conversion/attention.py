@@ -39,11 +39,11 @@ def is_attention(module: nn.Module) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in source and "get_interface" in source
 
 
-def head_count(module: nn.Module) -> int:
+def head_count(module: Any) -> int:
     """N of an attention module."""
-    for owner, name in ((module, "num_heads"), (module, "num_attention_heads"), (module, "n_heads")):
-        if isinstance(getattr(owner, name, None), int):
-            return getattr(owner, name)
+    for name in ("num_heads", "num_attention_heads", "n_heads"):
+        if hasattr(module, name):
+            return getattr(module, name)
     return module.config.num_attention_heads
 
 
@@ -55,7 +55,7 @@ class ComposeHeads:
         parameters = inspect.signature(module.forward).parameters.values()
         self.names = [p.name for p in parameters if p.kind in positional]
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The arguments of `module.forward`, with the mixing among them."""
         implementation = module.config._attn_implementation
         if implementation not in IMPLEMENTATIONS:
@@ -116,7 +116,7 @@ def _unpack(packed: Tensor, composition: Composition, heads: int) -> tuple[Tenso
 
 
 def attend(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -59,8 +59,8 @@ class Converted:
 
 
 @cache
-def composed_config(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """The configuration class of the converted models of a family: the family's, and `composition`, the options of `convert`."""
+def composed_config(base: Any) -> Any:
+    """The configuration class of a family's converted models: the family's, and `composition`, the options of `convert`."""
     body = {
         "__module__": __name__,
         "__doc__": f"`{base.__name__}` of a model with composed heads.",
@@ -72,10 +72,10 @@ def composed_config(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
 
 @cache
-def composed_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def composed_class(base: Any) -> Any:
     """The class of a converted model. It also keeps the family's renaming of weights between file and model."""
     body = {"__module__": __name__, "__doc__": f"`{base.__name__}` with composed heads.", "base": base}
-    made = type(f"DC{base.__name__}", (Converted, base), body)
+    made: Any = type(f"DC{base.__name__}", (Converted, base), body)
     made.config_class = composed_config(base.config_class)
     for old, new in ((base.__name__, made.__name__), (base.config_class.model_type, made.config_class.model_type)):
         mapping = get_checkpoint_conversion_mapping(old)
@@ -85,7 +85,7 @@ def composed_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 @cache
-def register(model_type: str) -> type[PreTrainedConfig]:
+def register(model_type: str) -> Any:
     """Makes the Auto classes know the converted models of a family.
 
     Args:

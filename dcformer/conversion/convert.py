@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from dcformer.conversion.attention import ComposeHeads, head_count, is_attention
-from dcformer.conversion.classes import Converted, composed_class, composed_config
+from dcformer.conversion.classes import Converted, composed_class
 from dcformer.nn import Compose
 
 
@@ -57,13 +57,15 @@ def convert(
         `model`.
 
     Raises:
-        ValueError: the model is converted already, has attention code of its own, has no module of a given name, or too few heads
-            for `rank` or `groups`.
+        ValueError: the model is converted already, is one of ours, has attention code of its own, has no attention at a given
+            name, or too few heads for `rank` or `groups`.
     """
     if trainable not in ("all", "composition"):
         raise ValueError(f"trainable={trainable!r} is unknown; choose 'all' or 'composition'")
-    if any(isinstance(module, Compose) for module in model.modules()):
-        raise ValueError(f"this {type(model).__name__} has composable heads already; dcformer.unconvert takes them away")
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model is a {type(model).__name__}; it must be a transformers.PreTrainedModel")
+    if any(hasattr(module, "compose") for module in model.modules()):
+        raise ValueError(f"this {type(model).__name__} has composable heads already, or an option of its own for them")
     options = {
         "layers": None if layers is None else [layers] if isinstance(layers, str) else list(layers),
         "rank": rank, "groups": groups, "query_wise": query_wise, "key_wise": key_wise, "gates": gates, "static": static,
@@ -76,7 +78,7 @@ def convert(
     return model
 
 
-def unconvert(model: PreTrainedModel) -> PreTrainedModel:
+def unconvert(model: Any) -> Any:
     """Takes the composition of a converted model away, in place: the base model with its weights as they are now.
 
     Raises:
@@ -99,7 +101,7 @@ def unconvert(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def install(model: PreTrainedModel, options: dict[str, Any]) -> None:
+def install(model: Any, options: dict[str, Any]) -> None:
     """Makes `model` what its class in `classes` is: modules, hooks, classes and configuration."""
     compose = dict(options)
     attentions = _select(model, compose.pop("layers", None))
@@ -135,7 +137,7 @@ def _select(model: PreTrainedModel, layers: list[str] | None) -> dict[str, nn.Mo
         )
     if layers is None:
         return attentions
-    chosen = {}
+    chosen: dict[str, nn.Module] = {}
     for layer in layers:
         wanted = layer.removeprefix(prefix)
         found = {name: module for name, module in attentions.items() if f"{name}.".startswith(f"{wanted}.")}
@@ -145,7 +147,7 @@ def _select(model: PreTrainedModel, layers: list[str] | None) -> dict[str, nn.Mo
     return chosen
 
 
-def _compose(model: PreTrainedModel, name: str, module: nn.Module, options: dict[str, Any]) -> Compose:
+def _compose(model: PreTrainedModel, name: str, module: Any, options: dict[str, Any]) -> Compose:
     heads = head_count(module)
     rank, groups = options.get("rank", 2), options.get("groups", 1)
     if groups >= 1 and rank > heads // groups:

@@ -22,9 +22,17 @@ EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 PAIR = {"d_model": 32, "vocab_size": 97, **TOKENS, "decoder_start_token_id": 1}
 T5 = {"d_kv": 12, "d_ff": 48, "num_layers": 2, "num_heads": 4, "relative_attention_num_buckets": 8}
 WHISPER = {
-    "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 2, "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48, "num_mel_bins": 8, "max_source_positions": 12, "suppress_tokens": None, "begin_suppress_tokens": None,
-}  # fmt: skip
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "num_mel_bins": 8,
+    "max_source_positions": 12,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}
 FAMILIES = {
     "gemma2": ("AutoModelForCausalLM", {**DECODER, **MIXED, "attn_logit_softcapping": 0.5}),
     "gemma3_text": ("AutoModelForCausalLM", {**DECODER, **MIXED}),
@@ -67,6 +75,7 @@ def loud(model):
 def inputs(family):
     ids, image = torch.randint(2, 96, (2, LENGTH)), torch.randn(2, 3, 8, 8)
     if family == "clip":
+        ids[:, -1] = 96  # where the text is pooled
         return {"input_ids": ids, "pixel_values": image}
     if family in ("vit", "deit", "dinov2"):
         return {"pixel_values": image}
