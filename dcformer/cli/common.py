@@ -57,6 +57,14 @@ def _loading(checkpoint: str) -> Iterator[None]:
         raise ValueError(f"checkpoint {checkpoint} cannot be loaded: {error}") from error
 
 
+def load_config(checkpoint: str) -> Any:
+    """The configuration of a checkpoint; errors as of `load_model`."""
+    from transformers import AutoConfig
+
+    with _loading(checkpoint):
+        return AutoConfig.from_pretrained(checkpoint)
+
+
 def load(checkpoint: str) -> tuple[Any, Any]:
     """The model, where there is a GPU on it, and its tokenizer; arguments and errors as of `load_model`."""
     import torch
@@ -69,7 +77,7 @@ def load(checkpoint: str) -> tuple[Any, Any]:
 
 
 def load_model(checkpoint: str) -> tuple[Any, list[str]]:
-    """The model, and the names of weights that it has no place for; untyped, as transformers' annotations say too little.
+    """The causal language model, and the names of weights that it has no place for; untyped, as transformers' annotations are vague.
 
     Args:
         checkpoint: a folder, or a hub name where no such folder exists. Any model that `AutoModelForCausalLM` knows.
@@ -79,12 +87,24 @@ def load_model(checkpoint: str) -> tuple[Any, list[str]]:
     """
     from transformers import AutoModelForCausalLM
 
+    return _load(checkpoint, AutoModelForCausalLM)
+
+
+def load_any_model(checkpoint: str) -> Any:
+    """The model of the class that the checkpoint names; arguments and errors as of `load_model`."""
+    import transformers
+
+    architectures = load_config(checkpoint).architectures or ["AutoModel"]
+    kind = getattr(transformers, architectures[0], None)
+    if kind is None:
+        raise ValueError(f"checkpoint {checkpoint} has architectures={architectures!r}, which transformers does not have")
+    return _load(checkpoint, kind)[0]
+
+
+def _load(checkpoint: str, kind: Any) -> tuple[Any, list[str]]:
     with _loading(checkpoint):
         # Shapes that do not fit are let through, to be named below.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            checkpoint, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    model, found = loaded
+        model, found = kind.from_pretrained(checkpoint, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True)
     misfits = [f"{name} {list(stored)} in place of {list(ours)}" for name, stored, ours in sorted(found["mismatched_keys"])]
     if misfits:
         raise ValueError(f"checkpoint {checkpoint} has weights of another shape: {', '.join(misfits)}")

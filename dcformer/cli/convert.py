@@ -1,4 +1,4 @@
-"""`convert`: checkpoints from one format to another."""
+"""`convert`: composable heads for a pretrained model, and checkpoints from one format to another."""
 
 from __future__ import annotations
 
@@ -9,34 +9,71 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from dcformer.cli.common import load_model, quieten_transformers, read_config
+from dcformer.cli.common import load_any_model, load_model, quieten_transformers, read_config
 
 _KINDS = ("dcformer", "dcpythia")
-# What a checkpoint may hold besides its model, as transformers' tokenizers name their files.
-_TOKENIZER_FILES = (
+_HEADS, _FORMATS = "Composable heads", "Formats"
+# What a checkpoint may hold besides its model, as transformers' tokenizers and processors name their files.
+_COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.*",
     "merges.txt",
     "spiece.model",
+    "*preprocessor_config.json",
+    "processor_config.json",
     "*.jinja",
 )
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Folder of the checkpoint; of MaxText that of a run, a step or its state.")],
-    out: Annotated[Path, typer.Option(help="New folder to write.", show_default=False)],
-    from_: Annotated[
-        Literal["maxtext", "released", "hf"],
-        typer.Option("--from", help="The authors' JAX training, the authors' PyTorch release, or ours.", show_default=False),
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Folder of the model, or its hub name, owner/name; of MaxText the folder of a run, a step or its state.",
+            show_default=False,
+        ),
     ],
-    to: Annotated[Literal["released", "hf"], typer.Option(help="The authors' release, or ours.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="New folder to write.", show_default=False)],
+    layers: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of a module to convert the attention of; may be repeated.", show_default="all", rich_help_panel=_HEADS),
+    ] = None,
+    rank: Annotated[int, typer.Option(min=0, help="Rank of the dynamic mixing.", rich_help_panel=_HEADS)] = 2,
+    groups: Annotated[int, typer.Option(min=1, help="Heads mix only inside their group.", rich_help_panel=_HEADS)] = 1,
+    query_wise: Annotated[bool, typer.Option(help="Mixing made from the query's state.", rich_help_panel=_HEADS)] = True,
+    key_wise: Annotated[bool, typer.Option(help="Mixing made from the key's state.", rich_help_panel=_HEADS)] = True,
+    gates: Annotated[bool, typer.Option(help="A dynamic gate for each head.", rich_help_panel=_HEADS)] = True,
+    static: Annotated[bool, typer.Option(help="A learned mixing that is the same everywhere.", rich_help_panel=_HEADS)] = False,
+    pre: Annotated[bool, typer.Option(help="Mixing of the scores.", rich_help_panel=_HEADS)] = True,
+    post: Annotated[bool, typer.Option(help="Mixing of the weights.", rich_help_panel=_HEADS)] = True,
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", help="Write the composition and SOURCE's name only, a few MB.", rich_help_panel=_HEADS)
+    ] = False,
+    from_: Annotated[
+        Literal["maxtext", "released", "hf"] | None,
+        typer.Option(
+            "--from",
+            help="The authors' JAX training, the authors' PyTorch release, or ours.",
+            show_default=False,
+            rich_help_panel=_FORMATS,
+        ),
+    ] = None,
+    to: Annotated[
+        Literal["released", "hf"] | None,
+        typer.Option(help="The authors' release, or ours.", show_default=False, rich_help_panel=_FORMATS),
+    ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="config.json for a MaxText checkpoint, which has none.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="config.json for a MaxText checkpoint, which has none.", show_default=False, rich_help_panel=_FORMATS
+        ),
     ] = None,
 ) -> None:
-    """Write a checkpoint in another format."""
+    """Give a pretrained model composable heads, its outputs unchanged; with --from and --to, write a checkpoint in another format."""
+    if (from_ is None) != (to is None):
+        raise typer.BadParameter("give both to change the format, or neither", param_hint="--from / --to")
     if (from_ == "maxtext") != (config is not None):
         raise typer.BadParameter("give it for MaxText checkpoints, and only for them", param_hint="--config")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -44,14 +81,35 @@ def convert(
     from dcformer.training.files import new_folder
 
     quieten_transformers()
-    model = _from_folder(source, from_) if config is None else _from_maxtext(source, config)
+    saving: dict[str, Any] = {"max_shard_size": "5GB"}
+    if from_ is None:
+        from dcformer import convert as give_composable_heads
+
+        model = load_any_model(source)
+        give_composable_heads(
+            model, layers=layers, trainable="composition", rank=rank, groups=groups, query_wise=query_wise, key_wise=key_wise,
+            gates=gates, static=static, pre=pre, post=post,
+        )  # fmt: skip
+        saving |= {"adapter_only": adapter_only}
+    else:
+        model = _from_folder(Path(source), from_) if config is None else _from_maxtext(Path(source), config)
+        saving |= {"save_original_format": to == "released"}
     with new_folder(out, f"the checkpoint {out.name}", model.num_parameters() * model.dtype.itemsize) as folder:
-        model.save_pretrained(folder, max_shard_size="5GB", save_original_format=to == "released")
-        for pattern in () if from_ == "maxtext" else _TOKENIZER_FILES:
-            for path in source.glob(pattern):
-                shutil.copyfile(path, folder / path.name)
+        model.save_pretrained(folder, **saving)
+        for path in () if from_ == "maxtext" else _companions(source):
+            shutil.copyfile(path, folder / path.name)
     for path in sorted(out.iterdir()):
         typer.echo(f"{path}  {path.stat().st_size:,} bytes")
+
+
+def _companions(source: str) -> list[Path]:
+    """The files of a checkpoint that belong to its tokenizer or processor."""
+    folder = Path(source)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(source, allow_patterns=list(_COMPANIONS)))
+    return [path for pattern in _COMPANIONS for path in folder.glob(pattern)]
 
 
 def _from_folder(source: Path, wanted: str) -> Any:

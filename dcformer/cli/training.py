@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dcformer.cli.common import console, read_config
+from dcformer.cli.common import console, load_config, read_config
 
 if TYPE_CHECKING:
     from dcformer.models.dcformer import DCFormerConfig
@@ -104,6 +104,18 @@ def train(
     plain: Annotated[
         bool, typer.Option("--plain", help="Plain attention: the Transformer++ baseline.", rich_help_panel="Model")
     ] = False,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Checkpoint to train further: a folder or hub name, its tokenizer by default. In place of --size and --config.",
+            rich_help_panel="Model",
+        ),
+    ] = None,
+    trainable: Annotated[
+        Literal["all", "composition"] | None,
+        typer.Option(help="What is trained.", show_default="all", rich_help_panel="Training"),
+    ] = None,
     steps: Steps = None,
     tokens: Tokens = None,
     batch_size: BatchSize = None,
@@ -122,15 +134,22 @@ def train(
     from dcformer import training
 
     given = _given(context)
+    if start is not None:
+        if size or config or plain:
+            raise typer.BadParameter("the model is that of --from", param_hint="--size / --config / --plain")
+        given = {"tokenizer": start} | given
     data_settings = training.DataSettings(**_fields_of(training.DataSettings, given))
     settings = _train_settings({}, given, data_settings.block_size)
-    model_config = _model_config(size, config, data_settings.block_size)
-    if plain:
-        model_config.compose = None
-    prepared = training.prepare_data(data_settings)
-    result = training.train(
-        training.with_vocabulary(model_config, prepared.tokenizer), prepared, settings, console=console(stderr=True)
-    )
+    if start is None:
+        new = _model_config(size, config, data_settings.block_size)
+        if plain:
+            new.compose = None
+        prepared = training.prepare_data(data_settings)
+        model_config = training.with_vocabulary(new, prepared.tokenizer)
+    else:
+        model_config = load_config(start)
+        prepared = training.prepare_data(data_settings)
+    result = training.train(model_config, prepared, settings, console=console(stderr=True))
     last = result.evaluations[-1]
     typer.echo(f"{out}: {result.parameters:,} parameters, {result.steps} steps, {result.tokens_per_second:,.0f} tokens/s")
     typer.echo(

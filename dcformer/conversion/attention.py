@@ -12,31 +12,26 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.integrations.sdpa_attention import create_position_bias_mask
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from dcformer.models.attention import composed_attention_forward, eager_composed_attention, unpack
+from dcformer.models.attention import BACKENDS, composed_attention_forward, eager_composed_attention, unpack
 from dcformer.models.attention import pack as pack_weights
 from dcformer.nn import Compose
 from dcformer.ops import Composition
-from dcformer.ops.mixers import MIXERS
 
 # What transformers' models call the states that keys are projected from, where they are not the queries' own.
 _KEY_STATES = ("key_value_states", "encoder_hidden_states")
+# And the cache, which is a `Cache`, a pair of them, or the paged one of continuous batching.
+_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 _IDENTITY = Composition()
 
 
 def is_attention(module: nn.Module) -> bool:
     """Whether a module asks transformers' attention interface for its function, and hands its keyword arguments on to it."""
-    forward = type(module).forward
-    kinds = [p.kind for p in inspect.signature(forward).parameters.values()]
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        return False
-    try:
-        source = inspect.getsource(inspect.unwrap(forward))
-    except (OSError, TypeError):
-        return False
-    return "ALL_ATTENTION_FUNCTIONS" in source and "get_interface" in source
+    forward = inspect.unwrap(type(module).forward)
+    names = forward.__code__.co_names if inspect.isfunction(forward) else ()
+    kinds = {parameter.kind for parameter in inspect.signature(forward).parameters.values()}
+    return {"get_interface", "_attn_implementation"} <= set(names) and inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def head_count(module: Any) -> int:
@@ -45,6 +40,33 @@ def head_count(module: Any) -> int:
         if hasattr(module, name):
             return getattr(module, name)
     return module.config.num_attention_heads
+
+
+class ComposedConfig:
+    """A configuration as a converted attention module sees it: the name of its attention function is that of a composed one.
+
+    Everything else in transformers, which also asks what the function is called, sees the usual name in the same configuration.
+    """
+
+    def __init__(self, config: Any):
+        self.original = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "original" or name.startswith("__"):  # being copied, it has none yet
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
+    @property
+    def _attn_implementation(self) -> str:
+        name = self.original._attn_implementation
+        if name not in IMPLEMENTATIONS:
+            raise ValueError(unknown_implementation(name))
+        return _PREFIX + name
+
+
+def unknown_implementation(name: object) -> str:
+    """What is wrong with it."""
+    return f"attn_implementation={name!r} cannot compose heads; choose one of {', '.join(map(repr, IMPLEMENTATIONS))}"
 
 
 class ComposeHeads:
@@ -57,16 +79,10 @@ class ComposeHeads:
 
     def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The arguments of `module.forward`, with the mixing among them."""
-        implementation = module.config._attn_implementation
-        if implementation not in IMPLEMENTATIONS:
-            raise ValueError(
-                f"attn_implementation={implementation!r} would leave out the composition; choose 'sdpa' or 'eager' through "
-                "set_attn_implementation of the converted model"
-            )
         given = dict(zip(self.names, args, strict=False)) | kwargs
         hidden = given[self.names[0]]
         sources = [given[name] for name in _KEY_STATES if given.get(name) is not None]
-        caches = [name for name, value in given.items() if isinstance(value, Cache)]
+        caches = [name for name in _CACHES if given.get(name) is not None]
         cache = given[caches[0]] if caches else None
         if sources and isinstance(cache, EncoderDecoderCache) and cache.is_updated.get(module.layer_idx):
             sources = [sources[0][:, :0]]  # the cache holds the weights of the keys already
@@ -99,8 +115,8 @@ class _PackingEncoderDecoderCache(EncoderDecoderCache):
     """The same for a pair of caches. Models ask for this class; what has been cached for cross-attention is known to both."""
 
     def __init__(self, cache: EncoderDecoderCache, pre: Composition, post: Composition):
-        self.self_attention_cache = _PackingCache(cache.self_attention_cache, pre, post)
-        self.cross_attention_cache = _PackingCache(cache.cross_attention_cache, pre, post)
+        self.self_attention_cache = _PackingCache(cache.self_attention_cache, pre, post)  # type: ignore[assignment]
+        self.cross_attention_cache = _PackingCache(cache.cross_attention_cache, pre, post)  # type: ignore[assignment]
         self.is_updated = cache.is_updated
 
 
@@ -165,8 +181,10 @@ def attend(
     return composed_attention_forward(module, query, key, value, attention_mask, pre, post, backend=implementation, **kwargs)
 
 
-# Under their own names: transformers' ("sdpa", "eager") would attend without composition, and never say so.
-IMPLEMENTATIONS = {f"converted_{name}": name for name in ("auto", "eager", "reference", *MIXERS)}
+# What a converted model may be set to, and what that means. The families' modules look functions up in one table for all models,
+# so that the composed ones need names of their own there.
+_PREFIX = "composed "
+IMPLEMENTATIONS = {"sdpa": "auto", "eager": "eager", "paged|eager": "eager"}
+IMPLEMENTATIONS |= {name: name.removeprefix("dc_") for name in BACKENDS}
 for _name, _implementation in IMPLEMENTATIONS.items():
-    AttentionInterface.register(_name, partial(attend, implementation=_implementation))
-    AttentionMaskInterface.register(_name, sdpa_mask)
+    AttentionInterface.register(_PREFIX + _name, partial(attend, implementation=_implementation))

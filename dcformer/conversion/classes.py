@@ -2,41 +2,58 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from functools import cache
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
 from huggingface_hub.dataclasses import strict
-from torch import nn
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass, _LazyAutoMapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import cached_file
 
-from dcformer.conversion.attention import IMPLEMENTATIONS
+from dcformer.conversion.attention import IMPLEMENTATIONS, head_count, is_attention, unknown_implementation
+from dcformer.models.generation import widen_paged_cache
 from dcformer.nn import Compose
 
 PREFIX = "dc_"  # of model types
+COMPOSITION_FILE = "composition.safetensors"  # in place of model.safetensors where the base model's weights are elsewhere
+# Arguments of `from_pretrained` that say where a folder of the hub comes from.
+_PLACE = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
 class Converted:
-    """What a converted model does differently. It stands before the model's own class."""
+    """What a converted model does differently. It stands before the model's own class.
+
+    Attributes:
+        original_class: the family's own class.
+        base_model_name_or_path: the checkpoint that holds the base model's weights as they are, if there is one.
+    """
+
+    original_class: ClassVar[Any]
+    base_model_name_or_path: str | None = None
+    _supports_sdpa = True
+    _supports_flash_attn = False
+    _supports_flex_attn = False
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
-        from dcformer.conversion.convert import install
+        from dcformer.conversion.models import install
 
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        install(cast(PreTrainedModel, self), config.composition or {})
+        install(self, config.composition or {})
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Standard names mean composed attention; every one that would leave out the composition is refused."""
-        if requested_attention in IMPLEMENTATIONS:
-            return requested_attention
-        known = {None: "auto", "sdpa": "auto", "eager": "eager"} | {f"dc_{name}": name for name in IMPLEMENTATIONS.values()}
-        if requested_attention not in known:
-            names = ", ".join(repr(name) for name in known if name)
-            raise ValueError(f"attn_implementation={requested_attention!r} cannot compose heads; choose one of {names}")
-        return f"converted_{known[requested_attention]}"
+        """As in transformers; what would leave out the composition is refused."""
+        if requested_attention is not None and requested_attention not in IMPLEMENTATIONS:
+            raise ValueError(unknown_implementation(requested_attention))
+        return requested_attention or "sdpa"
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -45,27 +62,145 @@ class Converted:
     def _get_static_cache_init_shape(self) -> None:
         """Packed keys are wider than `config.head_dim`, so a static cache takes its shape from the first keys it sees."""
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers.
+
+        Raises:
+            ValueError: keys and values of all layers are not of one width, as a paged cache wants them.
+        """
+        this = cast(Any, self)
+        attentions = [module for module in this.modules() if is_attention(module)]
+        rows = {_packed_rows(getattr(module, "compose", None), side) for module in attentions for side in ("pre", "post")}
+        if len(rows) > 1:
+            raise ValueError(
+                "continuous batching needs key-wise weights in every layer, both before and after the softmax, or in none; convert "
+                "all layers with pre=True and post=True, or with key_wise=False"
+            )
+        manager = super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+        return widen_paged_cache(manager, this.config.get_text_config(), rows.pop() * head_count(attentions[0]))
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Compose):
             module.reset_to_identity()
         else:
             super()._init_weights(module)  # type: ignore[misc]
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers; a part whose configuration does not tell of the composition is refused."""
-        if not isinstance(self.config, self.config_class):  # type: ignore[attr-defined]
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, adapter_only: bool = False, **kwargs: Any) -> None:
+        """As in transformers. `from_pretrained` of the Auto classes loads the folder once dcformer is imported.
+
+        Args:
+            save_directory: folder to write into.
+            args: as in transformers.
+            adapter_only: whether to save the composition alone, a few MB, and the name of the base model, whose weights must
+                still be those of the checkpoint that it came from.
+            kwargs: as in transformers.
+
+        Raises:
+            ValueError: this is a part of a converted model, whose configuration does not tell of the composition; `adapter_only`
+                where the base model came from no checkpoint or is being trained.
+        """
+        this = cast(Any, self)
+        if not isinstance(this.config, this.config_class):
             raise ValueError(f"this {type(self).__name__} is part of a converted model; save that model")
-        super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+        if not adapter_only:
+            super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+            return
+        if self.base_model_name_or_path is None:
+            raise ValueError("adapter_only=True needs a model that was loaded from a checkpoint and then converted")
+        trained = [name for name, p in this.named_parameters() if p.requires_grad and not is_composition(name)]
+        if trained:
+            raise ValueError(
+                f"adapter_only=True would lose what {trained[0]} and {len(trained) - 1} more learn; convert with "
+                "trainable='composition', or save all"
+            )
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: tensor.contiguous() for name, tensor in this.state_dict().items() if is_composition(name)}
+        partial = folder / f"{COMPOSITION_FILE}.partial"
+        save_file(weights, partial, metadata={"format": "pt"})
+        partial.replace(folder / COMPOSITION_FILE)
+        config = copy.deepcopy(this.config)
+        config.architectures = [type(self).__name__]
+        config.base_model_name_or_path = self.base_model_name_or_path
+        config.save_pretrained(folder)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """As in transformers. A folder with the composition alone loads the base model that it names too.
+
+        Raises:
+            ValueError: composition weights are missing, or do not fit.
+        """
+        from dcformer.conversion.models import install
+
+        this = cast(Any, cls)
+        place = {name: kwargs.pop(name) for name in _PLACE if name in kwargs}
+        if not isinstance(config, PreTrainedConfig):
+            config = this.config_class.from_pretrained(config or pretrained_model_name_or_path, **place)
+        if config.base_model_name_or_path is None:
+            model, info = super().from_pretrained(  # type: ignore[misc]
+                pretrained_model_name_or_path, *args, config=config, output_loading_info=True, **place, **kwargs
+            )
+            missing = sorted(name for name in info["missing_keys"] if is_composition(name))
+            if missing:
+                raise ValueError(f"{pretrained_model_name_or_path} lacks composition weights: {', '.join(missing)}")
+        else:
+            file = cached_file(pretrained_model_name_or_path, COMPOSITION_FILE, **place)
+            for name in ("revision", "subfolder"):  # they say where in the folder with the composition
+                place.pop(name, None)
+            model, info = this.original_class.from_pretrained(
+                config.base_model_name_or_path, *args, config=plain_config(config), output_loading_info=True, **place, **kwargs
+            )
+            install(model, config.composition)
+            model.base_model_name_or_path = config.base_model_name_or_path
+            _load_composition(model, load_file(file), str(file))
+        return (model, info) if output_loading_info else model
+
+
+def plain_config(config: Any) -> Any:
+    """A copy that is again the base model's."""
+    config = copy.deepcopy(config)
+    config.__class__ = type(config).__mro__[1]
+    del config.composition, config.base_model_name_or_path
+    return config
+
+
+def _load_composition(model: Any, weights: dict[str, Tensor], file: str) -> None:
+    prefix = f"{model.base_model_prefix}."  # which a model without a head does not have
+    weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    ours = {name.removeprefix(prefix): p for name, p in model.named_parameters() if is_composition(name)}
+    misfits = sorted(n for n in ours.keys() | weights.keys() if n not in ours or n not in weights or ours[n].shape != weights[n].shape)
+    if misfits:
+        raise ValueError(f"{file} does not fit the base model: {', '.join(misfits)}")
+    with torch.no_grad():
+        for name, parameter in ours.items():
+            parameter.copy_(weights[name])
+
+
+def is_composition(name: str) -> bool:
+    """Whether a parameter of that name is one of the mixing."""
+    return ".compose." in name
+
+
+def _packed_rows(compose: Compose | None, side: str) -> int:
+    """How many weights a key or value brings along for each head."""
+    return 2 * compose.rank + 1 if compose and side in compose.sides and "key" in compose.parts else 0
 
 
 @cache
 def composed_config(base: Any) -> Any:
-    """The configuration class of a family's converted models: the family's, and `composition`, the options of `convert`."""
+    """The configuration class of a family's converted models.
+
+    It adds `composition`, the options of `convert`, and `base_model_name_or_path` where the composition is saved alone.
+    """
     body = {
         "__module__": __name__,
         "__doc__": f"`{base.__name__}` of a model with composed heads.",
-        "__annotations__": {"composition": dict | None},
+        "__annotations__": {"composition": dict | None, "base_model_name_or_path": str | None},
         "composition": None,
+        "base_model_name_or_path": None,
         "model_type": PREFIX + base.model_type,
     }
     return strict(type(f"DC{base.__name__}", (base,), body))
@@ -74,7 +209,7 @@ def composed_config(base: Any) -> Any:
 @cache
 def composed_class(base: Any) -> Any:
     """The class of a converted model. It also keeps the family's renaming of weights between file and model."""
-    body = {"__module__": __name__, "__doc__": f"`{base.__name__}` with composed heads.", "base": base}
+    body = {"__module__": __name__, "__doc__": f"`{base.__name__}` with composed heads.", "original_class": base}
     made: Any = type(f"DC{base.__name__}", (Converted, base), body)
     made.config_class = composed_config(base.config_class)
     for old, new in ((base.__name__, made.__name__), (base.config_class.model_type, made.config_class.model_type)):
@@ -94,14 +229,14 @@ def register(model_type: str) -> Any:
     Returns:
         The configuration class of the converted models.
     """
-    base = CONFIG_MAPPING[model_type]
+    base: Any = CONFIG_MAPPING[model_type]
     config = composed_config(base)
     for auto in vars(modeling_auto).values():
         mapping = getattr(auto, "_model_mapping", None)
         if not (isinstance(auto, type) and issubclass(auto, _BaseAutoModelClass) and isinstance(mapping, _LazyAutoMapping)):
             continue
         if base in mapping:
-            classes = mapping[base]
+            classes: Any = mapping[base]
             made = [composed_class(c) for c in (classes if isinstance(classes, (tuple, list)) else [classes])]
             mapping.register(config, tuple(made) if len(made) > 1 else made[0], exist_ok=True)
     return config

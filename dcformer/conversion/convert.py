@@ -1,24 +1,18 @@
-"""`convert` gives a pretrained transformer composable heads in place, `unconvert` takes them away again.
-
-N heads, G groups, E hidden size.
-"""
+"""`convert` gives a pretrained transformer composable heads in place, `unconvert` takes them away again."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from dcformer.conversion.attention import ComposeHeads, head_count, is_attention
-from dcformer.conversion.classes import Converted, composed_class
-from dcformer.nn import Compose
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def convert(
-    model: PreTrainedModel,
+    model: Model,
     *,
     layers: Iterable[str] | None = None,
     trainable: Literal["all", "composition"] = "all",
@@ -30,18 +24,21 @@ def convert(
     static: bool = False,
     pre: bool = True,
     post: bool = True,
-) -> PreTrainedModel:
-    """Gives a Hugging Face transformer composable heads, in place. Its outputs stay the same until it is trained.
+) -> Model:
+    """Gives a transformer composable heads, in place (arXiv 2405.08553, Section 3). Its outputs stay the same until it is trained.
 
-    Works for every model whose attention modules go through transformers' attention interface: self- and cross-attention,
-    decoders with any cache, encoders, vision models. The model's class becomes a subclass of its own, `DCLlamaForCausalLM` for
-    example, that saves and loads with the usual methods and the Auto classes after `import dcformer`.
+    Works for every model of transformers whose attention modules go through transformers' attention interface: decoders with any
+    cache, encoders, encoder-decoders, vision models. In cross-attention the query-wise weights come from the decoder's states, the
+    key-wise ones from the encoder's. The model's class becomes a subclass of its own, `DCLlamaForCausalLM` for example, which
+    saves and loads with the usual methods and the Auto classes after `import dcformer`.
+
+    In other modules every `nn.MultiheadAttention` is replaced by a `dcformer.DCMHA` with a copy of its parameters.
 
     See `Compose.reset_to_identity` for how the new parameters start. Half of them (`dw1` and the w1 half of `qkw`) have a
     gradient of exactly zero at the first step, being behind a factor that is zero, and learn from the second step on.
 
     Args:
-        model: what to convert.
+        model: what to convert: the whole model, on the device and in the dtype in which it is used.
         layers: names of modules; attention in them is converted. All attention by default.
         trainable: "composition" freezes every other parameter; "all" leaves `requires_grad` as it is.
         rank: R of the dynamic mixing; see `Compose` for this and the following.
@@ -58,101 +55,56 @@ def convert(
 
     Raises:
         ValueError: the model is converted already, is one of ours, has attention code of its own, has no attention at a given
-            name, or too few heads for `rank` or `groups`.
+            name, or too few heads for `rank` or `groups`; the options leave nothing to mix.
     """
     if trainable not in ("all", "composition"):
         raise ValueError(f"trainable={trainable!r} is unknown; choose 'all' or 'composition'")
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model is a {type(model).__name__}; it must be a transformers.PreTrainedModel")
-    if any(hasattr(module, "compose") for module in model.modules()):
-        raise ValueError(f"this {type(model).__name__} has composable heads already, or an option of its own for them")
-    options = {
-        "layers": None if layers is None else [layers] if isinstance(layers, str) else list(layers),
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; it must be an nn.Module")
+    options: dict[str, Any] = {
         "rank": rank, "groups": groups, "query_wise": query_wise, "key_wise": key_wise, "gates": gates, "static": static,
         "pre": pre, "post": post,
     }  # fmt: skip
-    install(model, options)
+    if not (pre or post) or not (static or ((query_wise or key_wise) and (rank or gates))):
+        raise ValueError(f"nothing is mixed with {', '.join(f'{name}={value}' for name, value in options.items())}")
+    names = None if layers is None else [layers] if isinstance(layers, str) else list(layers)
+    if _is_of_transformers(model):
+        from dcformer.conversion.models import convert_model
+
+        convert_model(model, names, options)
+    else:
+        from dcformer.conversion.modules import convert_modules
+
+        convert_modules(model, names, options)
     if trainable == "composition":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".compose." in name)
     return model
 
 
-def unconvert(model: Any) -> Any:
+def unconvert(model: Model) -> Model:
     """Takes the composition of a converted model away, in place: the base model with its weights as they are now.
+
+    Returns:
+        `model`.
 
     Raises:
         ValueError: the model is not converted.
     """
-    if not isinstance(model, Converted):
-        raise ValueError(f"this {type(model).__name__} is not converted")
-    implementation = "eager" if model.config._attn_implementation == "converted_eager" else None
-    for module in model.modules():
-        if isinstance(getattr(module, "compose", None), Compose):
-            del module.compose
-            for key, hook in list(module._forward_pre_hooks.items()):
-                if isinstance(hook, ComposeHeads):
-                    del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
-        if isinstance(module, Converted):
-            module.__class__ = type(module).base
-    model.config.__class__ = model.config_class
-    del model.config.composition
-    model.set_attn_implementation(model.get_correct_attn_implementation(implementation))
+    if _is_of_transformers(model):
+        from dcformer.conversion.models import restore_model
+
+        restore_model(model)
+    else:
+        from dcformer.conversion.modules import restore_modules
+
+        restore_modules(model)
     return model
 
 
-def install(model: Any, options: dict[str, Any]) -> None:
-    """Makes `model` what its class in `classes` is: modules, hooks, classes and configuration."""
-    compose = dict(options)
-    attentions = _select(model, compose.pop("layers", None))
-    made = {name: _compose(model, name, module, compose) for name, module in attentions.items()}
-    for name, module in attentions.items():
-        module.compose = made[name].train(module.training)
-        module.register_forward_pre_hook(ComposeHeads(module), with_kwargs=True)
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and not isinstance(module, Converted):
-            module.__class__ = composed_class(type(module))
-            _CAN_RECORD_REGISTRY[module] = module._can_record_outputs  # transformers looks them up by the name of the class
-    if not isinstance(model.config, model.config_class):
-        model.config.__class__ = model.config_class
-    model.config.composition = options
-    implementation = model.config._attn_implementation
-    model.set_attn_implementation(
-        model.get_correct_attn_implementation(
-            implementation if implementation == "eager" or implementation.startswith("converted_") else None
-        )
-    )
+def _is_of_transformers(model: nn.Module) -> Any:
+    if "transformers" not in sys.modules:  # plain modules do not need it
+        return False
+    from transformers import PreTrainedModel
 
-
-def _select(model: PreTrainedModel, layers: list[str] | None) -> dict[str, nn.Module]:
-    """The attention modules by name, all or those in `layers`.
-
-    Names are those that the base model has, with or without its own, so that they hold for every class of a family.
-    """
-    prefix = f"{model.base_model_prefix}."
-    attentions = {name.removeprefix(prefix): module for name, module in model.named_modules() if is_attention(module)}
-    if not attentions:
-        raise ValueError(
-            f"{type(model).__name__} cannot be converted: its attention does not go through transformers' attention interface"
-        )
-    if layers is None:
-        return attentions
-    chosen: dict[str, nn.Module] = {}
-    for layer in layers:
-        wanted = layer.removeprefix(prefix)
-        found = {name: module for name, module in attentions.items() if f"{name}.".startswith(f"{wanted}.")}
-        if not found:
-            raise ValueError(f"layers: there is no attention at {layer!r}; there is at {', '.join(attentions)}")
-        chosen |= found
-    return chosen
-
-
-def _compose(model: PreTrainedModel, name: str, module: Any, options: dict[str, Any]) -> Compose:
-    heads = head_count(module)
-    rank, groups = options.get("rank", 2), options.get("groups", 1)
-    if groups >= 1 and rank > heads // groups:
-        raise ValueError(f"rank={rank} is over the {heads // groups} heads that mix with each other in {name}")
-    like = next(module.parameters())
-    compose = Compose(module.config.hidden_size, heads, device=like.device, dtype=model.dtype, **options)
-    compose.reset_to_identity()
-    return compose
+    return isinstance(model, PreTrainedModel)

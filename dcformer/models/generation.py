@@ -22,16 +22,35 @@ class PackedGenerationMixin(GenerationMixin):
         return shape and (shape[0], packed_width(self.config))
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. The manager makes its cache later, and only meanwhile `config.head_dim` is the packed width."""
+        """As in transformers."""
         manager = super().init_continuous_batching(*args, **kwargs)
-        make, head_dim, width = type(manager)._create_batch_processor, self.config.head_dim, packed_width(self.config)
+        return widen_paged_cache(manager, self.config, packed_width(self.config) - self.config.head_dim)
 
-        def make_packed() -> Any:
-            self.config.head_dim = width
-            try:
-                return make(manager)
-            finally:
-                self.config.head_dim = head_dim
 
-        manager._create_batch_processor = make_packed  # type: ignore[method-assign]
-        return manager
+def widen_paged_cache(manager: Any, config: Any, channels: int) -> Any:
+    """A manager of continuous batching whose cache has more channels than a head.
+
+    It makes its cache later, and only meanwhile `config.head_dim` is the packed width.
+
+    Args:
+        manager: of transformers.
+        config: that of the text model.
+        channels: how many more.
+
+    Returns:
+        `manager`.
+    """
+    make, before = type(manager)._create_batch_processor, vars(config).get("head_dim")
+
+    def make_packed() -> Any:
+        config.head_dim = find_head_dim(config) + channels
+        try:
+            return make(manager)
+        finally:
+            if before is None:
+                del config.head_dim
+            else:
+                config.head_dim = before
+
+    manager._create_batch_processor = make_packed
+    return manager

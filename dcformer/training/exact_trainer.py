@@ -85,8 +85,10 @@ class ExactTrainer(Trainer):
             Path(output_dir or self._get_output_dir(None), "training_args.bin").unlink()  # a pickle; run.json has the settings
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not isinstance(self.model, PreTrainedModel):  # of PEFT
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
         # `from_pretrained` undoes the renaming of `save_pretrained`; the Trainer's own loading passes over unknown names.
-        assert isinstance(self.model, PreTrainedModel)
         loaded = type(self.model).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
         self.model.load_state_dict(loaded.state_dict())
 

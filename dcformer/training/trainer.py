@@ -6,16 +6,17 @@ B rows of a micro batch, T tokens a row.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, PretrainedConfig, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, TrainingArguments, set_seed
 from transformers.utils import logging
 
+from dcformer.nn import Compose
 from dcformer.training.data import PreparedData
 from dcformer.training.exact_trainer import ExactTrainer, collate, rows_per_step, weight_bytes
 from dcformer.training.files import explained_disk_errors
@@ -53,6 +54,8 @@ class TrainSettings:
         save_every: steps between checkpoints. None: as `eval_every`.
         keep_checkpoints: how many checkpoints stay while training runs; a finished run has none, only its model.
         eval_rows: rows of the validation split to evaluate on, the same ones each time. None: all.
+        start: checkpoint whose weights training starts from: a folder or hub name. None: new weights.
+        trainable: "composition" trains the weights of `dcformer.nn.Compose` alone, "all" everything.
     """
 
     out: str
@@ -75,6 +78,8 @@ class TrainSettings:
     save_every: int | None = None
     keep_checkpoints: int = 2
     eval_rows: int | None = None
+    start: str | None = None
+    trainable: Literal["all", "composition"] = "all"
 
 
 class TrainResult(NamedTuple):
@@ -99,9 +104,14 @@ class TrainResult(NamedTuple):
 
 
 def train(
-    config: PretrainedConfig, data: PreparedData, settings: TrainSettings, *, console: Console | None = None
+    config: PretrainedConfig,
+    data: PreparedData,
+    settings: TrainSettings,
+    *,
+    wrap: Callable[[PreTrainedModel], Any] | None = None,
+    console: Console | None = None,
 ) -> TrainResult:
-    """Trains a new model of this configuration, or goes on with the unfinished run in `settings.out`.
+    """Trains a model of this configuration, new or from `settings.start`, or goes on with the unfinished run in `settings.out`.
 
     A run that was stopped, at any moment and however, ends with the loss of an undisturbed one: weights, optimizer, schedule,
     random numbers and the order of the data go on from the last checkpoint. A finished run with the same settings is not run
@@ -111,6 +121,8 @@ def train(
         config: `DCFormerConfig`, or any configuration that `AutoModelForCausalLM` knows. It is not changed.
         data: from `prepare_data`.
         settings: how to train.
+        wrap: what is done to the model before it is trained, such as `peft.get_peft_model` with a configuration; it is part of
+            no record, so that another one wants another `out`.
         console: where progress is shown; None: nowhere.
 
     Raises:
@@ -128,7 +140,7 @@ def train(
         args.distributed_state.wait_for_everyone()
         if not folder.is_finished:
             with ProgressDisplay(console if args.process_index == 0 else None, folder.path.name, settings.steps) as display:
-                _run(config, data, settings, folder, args, display)
+                _run(config, data, settings, folder, args, display, wrap)
             args.distributed_state.wait_for_everyone()
         elif args.process_index == 0:
             folder.tidy()
@@ -142,9 +154,12 @@ def _run(
     folder: RunFolder,
     args: TrainingArguments,
     display: ProgressDisplay,
+    wrap: Callable[[PreTrainedModel], Any] | None,
 ) -> None:
     set_seed(settings.seed)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    model = _model(config, settings)
+    if wrap is not None:
+        model = wrap(model)
     use_cache = model.config.use_cache
     tokens_per_step = rows_per_step(args) * len(data.train[0]["input_ids"])
     metrics = MetricsCallback(folder.metrics, tokens_per_step, data.bytes_per_token, display.show)
@@ -178,6 +193,21 @@ def _run(
         model.config.use_cache = use_cache
         with explained_disk_errors("the trained model", folder.path, weight_bytes(model)):
             folder.finish(model, data.tokenizer, result)
+
+
+def _model(config: PretrainedConfig, settings: TrainSettings) -> Any:
+    config = copy.deepcopy(config)
+    if settings.start is None:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(settings.start, config=config, dtype=torch.float32)
+    if settings.trainable == "composition":
+        composed = {id(p) for module in model.modules() if isinstance(module, Compose) for p in module.parameters()}
+        if not composed:
+            raise ValueError("trainable='composition' needs a model with composable heads; see dcformer.convert")
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in composed)
+    return model
 
 
 def _arguments(settings: TrainSettings) -> TrainingArguments:
@@ -252,6 +282,8 @@ def _check(config: PretrainedConfig, data: PreparedData, settings: TrainSettings
         value = getattr(settings, name)
         if value is not None and not value >= 0:
             raise ValueError(f"{name}={value} must not be below 0")
+    if settings.trainable not in ("all", "composition"):
+        raise ValueError(f"trainable={settings.trainable!r} is unknown; choose 'all' or 'composition'")
     if settings.warmup_steps is not None and settings.warmup_steps > settings.steps:
         raise ValueError(f"warmup_steps={settings.warmup_steps} must be at most steps={settings.steps}")
     if settings.min_learning_rate_ratio > 1:
