@@ -77,7 +77,7 @@ def load(checkpoint: str) -> tuple[Any, Any]:
 
 
 def load_model(checkpoint: str) -> tuple[Any, list[str]]:
-    """The causal language model, and the names of weights that it has no place for; untyped, as transformers' annotations are vague.
+    """The causal language model, and the names of weights that it has no place for; untyped, as transformers' annotations are.
 
     Args:
         checkpoint: a folder, or a hub name where no such folder exists. Any model that `AutoModelForCausalLM` knows.
@@ -91,14 +91,11 @@ def load_model(checkpoint: str) -> tuple[Any, list[str]]:
 
 
 def load_any_model(checkpoint: str) -> Any:
-    """The model of the class that the checkpoint names; arguments and errors as of `load_model`."""
+    """The model of the class that the checkpoint names, which may be of any kind; arguments and errors as of `load_model`."""
     import transformers
 
     architectures = load_config(checkpoint).architectures or ["AutoModel"]
-    kind = getattr(transformers, architectures[0], None)
-    if kind is None:
-        raise ValueError(f"checkpoint {checkpoint} has architectures={architectures!r}, which transformers does not have")
-    return _load(checkpoint, kind)[0]
+    return _load(checkpoint, getattr(transformers, architectures[0], transformers.AutoModelForCausalLM))[0]
 
 
 def _load(checkpoint: str, kind: Any) -> tuple[Any, list[str]]:

@@ -38,7 +38,9 @@ def convert(
     out: Annotated[Path, typer.Option(help="New folder to write.", show_default=False)],
     layers: Annotated[
         list[str] | None,
-        typer.Option(help="Name of a module to convert the attention of; may be repeated.", show_default="all", rich_help_panel=_HEADS),
+        typer.Option(
+            help="Name of a module to convert the attention of; may be repeated.", show_default="all", rich_help_panel=_HEADS
+        ),
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="Rank of the dynamic mixing.", rich_help_panel=_HEADS)] = 2,
     groups: Annotated[int, typer.Option(min=1, help="Heads mix only inside their group.", rich_help_panel=_HEADS)] = 1,
@@ -49,7 +51,8 @@ def convert(
     pre: Annotated[bool, typer.Option(help="Mixing of the scores.", rich_help_panel=_HEADS)] = True,
     post: Annotated[bool, typer.Option(help="Mixing of the weights.", rich_help_panel=_HEADS)] = True,
     adapter_only: Annotated[
-        bool, typer.Option("--adapter-only", help="Write the composition and SOURCE's name only, a few MB.", rich_help_panel=_HEADS)
+        bool,
+        typer.Option("--adapter-only", help="Write the composition and SOURCE's name only, a few MB.", rich_help_panel=_HEADS),
     ] = False,
     from_: Annotated[
         Literal["maxtext", "released", "hf"] | None,
@@ -71,7 +74,7 @@ def convert(
         ),
     ] = None,
 ) -> None:
-    """Give a pretrained model composable heads, its outputs unchanged; with --from and --to, write a checkpoint in another format."""
+    """Give a model composable heads, its outputs unchanged; with --from and --to, write a checkpoint in another format."""
     if (from_ is None) != (to is None):
         raise typer.BadParameter("give both to change the format, or neither", param_hint="--from / --to")
     if (from_ == "maxtext") != (config is not None):

@@ -108,7 +108,7 @@ def train(
         str | None,
         typer.Option(
             "--from",
-            help="Checkpoint to train further: a folder or hub name, its tokenizer by default. In place of --size and --config.",
+            help="Checkpoint to train further, in place of --size and --config: a folder or hub name. Brings its tokenizer.",
             rich_help_panel="Model",
         ),
     ] = None,

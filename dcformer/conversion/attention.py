@@ -181,8 +181,8 @@ def attend(
     return composed_attention_forward(module, query, key, value, attention_mask, pre, post, backend=implementation, **kwargs)
 
 
-# What a converted model may be set to, and what that means. The families' modules look functions up in one table for all models,
-# so that the composed ones need names of their own there.
+# What a converted model may be set to, and what that means. The families' modules look functions up in one table for all
+# models, so that the composed ones need names of their own there.
 _PREFIX = "composed "
 IMPLEMENTATIONS = {"sdpa": "auto", "eager": "eager", "paged|eager": "eager"}
 IMPLEMENTATIONS |= {name: name.removeprefix("dc_") for name in BACKENDS}

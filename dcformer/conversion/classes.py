@@ -6,14 +6,15 @@ import copy
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-from huggingface_hub.dataclasses import strict
 import torch
+from huggingface_hub.dataclasses import strict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.generation.continuous_batching.utils import find_num_key_value_heads
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass, _LazyAutoMapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -29,7 +30,7 @@ COMPOSITION_FILE = "composition.safetensors"  # in place of model.safetensors wh
 _PLACE = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
-class Converted:
+class Converted(PreTrainedModel):
     """What a converted model does differently. It stands before the model's own class.
 
     Attributes:
@@ -39,21 +40,19 @@ class Converted:
 
     original_class: ClassVar[Any]
     base_model_name_or_path: str | None = None
-    _supports_sdpa = True
-    _supports_flash_attn = False
-    _supports_flex_attn = False
+    _supports_flash_attn = False  # else continuous batching would change to it
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
         from dcformer.conversion.models import install
 
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        super().__init__(config, *args, **kwargs)
         install(self, config.composition or {})
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """As in transformers; what would leave out the composition is refused."""
         if requested_attention is not None and requested_attention not in IMPLEMENTATIONS:
             raise ValueError(unknown_implementation(requested_attention))
-        return requested_attention or "sdpa"
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -68,22 +67,23 @@ class Converted:
         Raises:
             ValueError: keys and values of all layers are not of one width, as a paged cache wants them.
         """
-        this = cast(Any, self)
-        attentions = [module for module in this.modules() if is_attention(module)]
+        attentions = [module for module in self.modules() if is_attention(module)]
         rows = {_packed_rows(getattr(module, "compose", None), side) for module in attentions for side in ("pre", "post")}
         if len(rows) > 1:
             raise ValueError(
-                "continuous batching needs key-wise weights in every layer, both before and after the softmax, or in none; convert "
-                "all layers with pre=True and post=True, or with key_wise=False"
+                "continuous batching needs key-wise weights in every layer, both before and after the softmax, or in none; "
+                "convert all layers with pre=True and post=True, or with key_wise=False"
             )
         manager = super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
-        return widen_paged_cache(manager, this.config.get_text_config(), rows.pop() * head_count(attentions[0]))
+        config = self.config.get_text_config()
+        channels = rows.pop() * head_count(attentions[0]) // find_num_key_value_heads(config)
+        return widen_paged_cache(manager, config, channels)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Compose):
             module.reset_to_identity()
         else:
-            super()._init_weights(module)  # type: ignore[misc]
+            super()._init_weights(module)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, adapter_only: bool = False, **kwargs: Any) -> None:
         """As in transformers. `from_pretrained` of the Auto classes loads the folder once dcformer is imported.
@@ -96,18 +96,18 @@ class Converted:
             kwargs: as in transformers.
 
         Raises:
-            ValueError: this is a part of a converted model, whose configuration does not tell of the composition; `adapter_only`
-                where the base model came from no checkpoint or is being trained.
+            ValueError: this is a part of a converted model, whose configuration does not tell of the composition; or
+                `adapter_only` where the base model came from no checkpoint or is being trained.
         """
-        this = cast(Any, self)
-        if not isinstance(this.config, this.config_class):
+        assert self.config_class is not None
+        if not isinstance(self.config, self.config_class):
             raise ValueError(f"this {type(self).__name__} is part of a converted model; save that model")
         if not adapter_only:
-            super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+            super().save_pretrained(save_directory, *args, **kwargs)
             return
         if self.base_model_name_or_path is None:
             raise ValueError("adapter_only=True needs a model that was loaded from a checkpoint and then converted")
-        trained = [name for name, p in this.named_parameters() if p.requires_grad and not is_composition(name)]
+        trained = [name for name, p in self.named_parameters() if p.requires_grad and not is_composition(name)]
         if trained:
             raise ValueError(
                 f"adapter_only=True would lose what {trained[0]} and {len(trained) - 1} more learn; convert with "
@@ -115,18 +115,23 @@ class Converted:
             )
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: tensor.contiguous() for name, tensor in this.state_dict().items() if is_composition(name)}
+        weights = {name: tensor.contiguous() for name, tensor in self.state_dict().items() if is_composition(name)}
         partial = folder / f"{COMPOSITION_FILE}.partial"
         save_file(weights, partial, metadata={"format": "pt"})
         partial.replace(folder / COMPOSITION_FILE)
-        config = copy.deepcopy(this.config)
+        config = copy.deepcopy(self.config)
         config.architectures = [type(self).__name__]
         config.base_model_name_or_path = self.base_model_name_or_path
         config.save_pretrained(folder)
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, output_loading_info: bool = False, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: Any,
+        *args: Any,
+        config: Any = None,
+        output_loading_info: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """As in transformers. A folder with the composition alone loads the base model that it names too.
 
@@ -135,27 +140,29 @@ class Converted:
         """
         from dcformer.conversion.models import install
 
-        this = cast(Any, cls)
         place = {name: kwargs.pop(name) for name in _PLACE if name in kwargs}
         if not isinstance(config, PreTrainedConfig):
-            config = this.config_class.from_pretrained(config or pretrained_model_name_or_path, **place)
+            config = cast(Any, cls.config_class).from_pretrained(config or pretrained_model_name_or_path, **place)
         if config.base_model_name_or_path is None:
-            model, info = super().from_pretrained(  # type: ignore[misc]
+            loaded: Any = super().from_pretrained(
                 pretrained_model_name_or_path, *args, config=config, output_loading_info=True, **place, **kwargs
             )
+            model, info = loaded
             missing = sorted(name for name in info["missing_keys"] if is_composition(name))
             if missing:
                 raise ValueError(f"{pretrained_model_name_or_path} lacks composition weights: {', '.join(missing)}")
         else:
-            file = cached_file(pretrained_model_name_or_path, COMPOSITION_FILE, **place)
+            file: Any = cached_file(pretrained_model_name_or_path, COMPOSITION_FILE, **place)
             for name in ("revision", "subfolder"):  # they say where in the folder with the composition
                 place.pop(name, None)
-            model, info = this.original_class.from_pretrained(
+            model, info = cls.original_class.from_pretrained(
                 config.base_model_name_or_path, *args, config=plain_config(config), output_loading_info=True, **place, **kwargs
             )
             install(model, config.composition)
             model.base_model_name_or_path = config.base_model_name_or_path
-            _load_composition(model, load_file(file), str(file))
+            _load_composition(model, load_file(file), file)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(is_composition(name))
         return (model, info) if output_loading_info else model
 
 
@@ -171,7 +178,9 @@ def _load_composition(model: Any, weights: dict[str, Tensor], file: str) -> None
     prefix = f"{model.base_model_prefix}."  # which a model without a head does not have
     weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
     ours = {name.removeprefix(prefix): p for name, p in model.named_parameters() if is_composition(name)}
-    misfits = sorted(n for n in ours.keys() | weights.keys() if n not in ours or n not in weights or ours[n].shape != weights[n].shape)
+    misfits = sorted(
+        n for n in ours.keys() | weights.keys() if n not in ours or n not in weights or ours[n].shape != weights[n].shape
+    )
     if misfits:
         raise ValueError(f"{file} does not fit the base model: {', '.join(misfits)}")
     with torch.no_grad():

@@ -25,12 +25,12 @@ def convert(
     pre: bool = True,
     post: bool = True,
 ) -> Model:
-    """Gives a transformer composable heads, in place (arXiv 2405.08553, Section 3). Its outputs stay the same until it is trained.
+    """Gives a transformer composable heads, in place (arXiv 2405.08553, Section 3). Its outputs stay until it is trained.
 
-    Works for every model of transformers whose attention modules go through transformers' attention interface: decoders with any
-    cache, encoders, encoder-decoders, vision models. In cross-attention the query-wise weights come from the decoder's states, the
-    key-wise ones from the encoder's. The model's class becomes a subclass of its own, `DCLlamaForCausalLM` for example, which
-    saves and loads with the usual methods and the Auto classes after `import dcformer`.
+    Works for every model of transformers whose attention modules go through transformers' attention interface: decoders with
+    any cache, encoders, encoder-decoders, vision models. In cross-attention the query-wise weights come from the decoder's
+    states, the key-wise ones from the encoder's. The model's class becomes a subclass of its own, `DCLlamaForCausalLM` for
+    example, which saves and loads with the usual methods and the Auto classes after `import dcformer`.
 
     In other modules every `nn.MultiheadAttention` is replaced by a `dcformer.DCMHA` with a copy of its parameters.
 
@@ -71,7 +71,7 @@ def convert(
     if _is_of_transformers(model):
         from dcformer.conversion.models import convert_model
 
-        convert_model(model, names, options)
+        convert_model(model, names, options)  # type: ignore[arg-type]
     else:
         from dcformer.conversion.modules import convert_modules
 

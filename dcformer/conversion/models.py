@@ -8,12 +8,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from dcformer.conversion.attention import ComposedConfig, ComposeHeads, head_count, is_attention
+from dcformer.conversion.attention import IMPLEMENTATIONS, ComposedConfig, ComposeHeads, head_count, is_attention
 from dcformer.conversion.classes import Converted, composed_class, register
 from dcformer.conversion.layers import check_heads, choose_layers
 from dcformer.nn import Compose
@@ -42,7 +41,7 @@ def install(model: Any, composition: dict[str, Any]) -> None:
 
 def restore_model(model: Any) -> None:
     """`dcformer.unconvert` for models of transformers."""
-    if not isinstance(model, Converted):
+    if not issubclass(type(model), Converted):
         raise ValueError(f"this {type(model).__name__} is not converted")
     for module in model.modules():
         if isinstance(getattr(module, "compose", None), Compose):
@@ -74,7 +73,8 @@ def _install(model: Any, modules: dict[str, tuple[Any, Compose]], composition: d
     family = model.original_class.config_class
     if family.model_type in CONFIG_MAPPING and CONFIG_MAPPING[family.model_type] is family:
         register(family.model_type)
-    model.set_attn_implementation(model.get_correct_attn_implementation(model.config._attn_implementation))
+    if model.config._attn_implementation not in IMPLEMENTATIONS:  # such as flash attention
+        model.set_attn_implementation(model.get_correct_attn_implementation(None))
 
 
 def _make(model: Any, layers: list[str] | None, options: dict[str, Any]) -> dict[str, tuple[Any, Compose]]:

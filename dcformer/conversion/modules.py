@@ -20,7 +20,7 @@ def convert_modules(model: nn.Module, layers: list[str] | None, options: dict[st
     found = {name: m for name, m in model.named_modules(remove_duplicate=False) if type(m) is nn.MultiheadAttention}
     if not found:
         raise ValueError(
-            f"{type(model).__name__} cannot be converted: it has no nn.MultiheadAttention inside, and is no model of transformers"
+            f"{type(model).__name__} cannot be converted: it holds no nn.MultiheadAttention and is no model of transformers"
         )
     chosen = {name: found[name] for name in found if name in choose_layers(found, layers)}
     for name, module in chosen.items():

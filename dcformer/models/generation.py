@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers.generation import GenerationMixin
+from transformers.generation.continuous_batching.utils import find_head_dim
 
 from dcformer.models.attention import packed_width
 

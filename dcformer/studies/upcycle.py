@@ -1,7 +1,7 @@
 """Upcycling: a pretrained model gets composable heads and is trained further, beside the same model without them.
 
-Four ways of the same tokens: the composition alone ("composition"), everything with composition ("everything"), everything without
-("control"), and LoRA of as many parameters as the composition has ("lora").
+Four ways of the same tokens: the composition alone ("composition"), everything with composition ("everything"), everything
+without ("control"), and LoRA of as many parameters as the composition has ("lora").
 
 E hidden size, T tokens a row.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,7 @@ def upcycle(
     limit: int | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Trains a pretrained model further in each of the four ways, with as many learning rates each, and evaluates the best of each.
+    """Trains a pretrained model further in each of the four ways, with as many learning rates each; evaluates the best of each.
 
     Text, its order, batch, schedule and number of steps are the same for all. What is done already is not done again.
 
@@ -65,8 +66,8 @@ def upcycle(
         console: where progress is shown; None: nowhere.
 
     Returns:
-        What upcycle.json holds: `identity`, how the converted model differs before training; `parameters`; `runs`, of every way and
-        learning rate; `best`, by way, the learning rate with the lowest final validation loss; `evaluations`, by way and for
+        What upcycle.json holds: `identity`, how the converted model differs before training; `parameters`; `runs`, of every way
+        and learning rate; `best`, by way, the run with the lowest final validation loss; `evaluations`, by way and for
         "pretrained"; `settings`, `data`, `provenance`.
 
     Raises:
@@ -112,11 +113,13 @@ def upcycle(
             run = report["runs"].get(name, {})
             report["runs"][name] = run | _run(start, prepared, chosen, lora if way == "lora" else None, console)
             keep()
-        finished = {name: r["evaluations"][-1]["loss"] for name, r in report["runs"].items() if r["way"] == way and not r["error"]}
+        finished = {
+            name: r["evaluations"][-1]["loss"] for name, r in report["runs"].items() if r["way"] == way and not r["error"]
+        }
         report["best"][way] = min(finished, key=finished.__getitem__) if finished else None
-    for way in ("pretrained", *WAYS) if tasks else ():
+    for way in ("pretrained", *WAYS):
         name = report["best"].get(way)
-        if way not in report["evaluations"] and (name is not None or way == "pretrained"):
+        if tasks and way not in report["evaluations"] and (name is not None or way == "pretrained"):
             trained = _load(model if way == "pretrained" else str(work / name), model)
             answers = work / f"answers-{name or way}"
             report["evaluations"][way] = evaluate(
@@ -169,12 +172,16 @@ def _lora(model: PreTrainedModel, parameters: int) -> Any:
     inside = [m for attention in model.modules() if is_attention(attention) for m in attention.modules()]
     linear = {id(m) for m in inside if isinstance(m, nn.Linear)}
     targets = {name: m for name, m in model.named_modules() if id(m) in linear}
-    rank = max(1, round(parameters / sum(m.in_features + m.out_features for m in targets.values())))  # type: ignore[operator]
+    rank = max(1, round(parameters / sum(m.in_features + m.out_features for m in targets.values())))
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(targets), task_type="CAUSAL_LM"))
 
 
 def _run(
-    start: str, data: PreparedData, settings: TrainSettings, wrap: Callable[[PreTrainedModel], Any] | None, console: Console | None
+    start: str,
+    data: PreparedData,
+    settings: TrainSettings,
+    wrap: Callable[[PreTrainedModel], Any] | None,
+    console: Console | None,
 ) -> dict[str, Any]:
     done = Path(settings.out, "result.json").exists()
     _forget_peak()
@@ -198,10 +205,8 @@ def _run(
 
 def _forget_peak() -> None:
     """Starts the measurement of the process's peak memory again, where the system can."""
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
 
 
 def _peak_mib() -> int | None:

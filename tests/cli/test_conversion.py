@@ -1,4 +1,4 @@
-"""`dcformer convert MODEL --out DIR` and `dcformer train --from DIR`: composable heads for a pretrained model, trained further."""
+"""`dcformer convert MODEL --out DIR`, `dcformer train --from DIR`: composable heads for a pretrained model, trained further."""
 
 import torch
 from tiny_models import WORDS, goes_on, tokenizer, write_checkpoint
@@ -42,25 +42,21 @@ def test_the_composition_alone(call, tmp_path):
     assert (code, err) == (0, "") and "composition.safetensors" in out and "model.safetensors" not in out
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dc")
     assert goes_on(model, "gamma", 8) == goes_on(base, "gamma", 8)
-    code, out, err = call("generate", tmp_path / "dc", "--prompt", "gamma", "--max-new-tokens", 8, "--temperature", 0)
+    code, out, err = call("generate", tmp_path / "dc", "--prompt", "gamma", "--max-new-tokens", 8, "--greedy")
     assert code == 0 and goes_on(base, "gamma", 8) in out, err
 
 
 def test_wrong_use(call, tmp_path):
     write_checkpoint(tmp_path / "base", "llama")
     write_checkpoint(tmp_path / "ours")
+    few = ("--out", tmp_path / "new", "--steps", 1, "--data", few_texts(tmp_path / "texts"), "--block-size", 32)
     for arguments, code, words in (
         (("convert", tmp_path / "ours", "--out", tmp_path / "new"), 1, "composable heads already"),
         (("convert", tmp_path / "base", "--out", tmp_path / "new", "--rank", 9), 1, "rank=9 is over the 4 heads"),
         (("convert", tmp_path / "base", "--out", tmp_path / "new", "--to", "hf"), 2, "give both"),
         (("convert", tmp_path / "nothing", "--out", tmp_path / "new"), 1, "is no checkpoint"),
         (("train", "--from", tmp_path / "base", "--size", "1M", "--out", tmp_path / "new", "--steps", 1), 2, "--from"),
-        (
-            ("train", "--from", tmp_path / "base", "--trainable", "composition", "--out", tmp_path / "new", "--steps", 1)
-            + ("--data", few_texts(tmp_path / "texts"), "--block-size", 32),
-            1,
-            "needs a model with composable heads",
-        ),
+        (("train", "--from", tmp_path / "base", "--trainable", "composition", *few), 1, "needs a model with composable heads"),
     ):
         found, _, err = call(*arguments)
         assert found == code and words in " ".join(err.replace("│", " ").split()), (arguments, err)

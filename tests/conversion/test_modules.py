@@ -88,5 +88,7 @@ def test_wrong_use():
 
 
 def test_needs_no_transformers():
-    code = "import sys, torch, dcformer; dcformer.convert(torch.nn.Transformer(32, 4, 1, 1, 48)); assert 'transformers' not in sys.modules"
+    code = (
+        "import sys, torch, dcformer; dcformer.convert(torch.nn.Transformer(32, 4)); assert 'transformers' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,7 +5,14 @@ import copy
 import pytest
 import torch
 from small_models import generate, inputs, loud, make, outputs
-from transformers import CompileConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    CompileConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import dcformer
 from dcformer.nn import Compose
@@ -31,14 +38,13 @@ def test_gradients_are_those_without_checkpointing():
 
 
 def test_weights_and_hidden_states_come_out():
-    model, given = loud(dcformer.convert(make("llama"))), inputs("llama")
-    outputs = model(**given, output_attentions=True, output_hidden_states=True)
-    assert [tuple(a.shape) for a in outputs.attentions] == [(2, 4, 9, 9)] * 2
-    assert len(outputs.hidden_states) == 3
+    model, ids = loud(dcformer.convert(make("llama"))), torch.randint(2, 96, (2, 9))
+    made = model(ids, output_attentions=True, output_hidden_states=True)
+    assert [tuple(a.shape) for a in made.attentions] == [(2, 4, 9, 9)] * 2
+    assert len(made.hidden_states) == 3
     model.set_attn_implementation("eager")
     model.config.output_attentions = True
-    again = model(**given).attentions
-    torch.testing.assert_close(again, outputs.attentions)
+    torch.testing.assert_close(model(ids).attentions, made.attentions)
 
 
 def test_bfloat16():
@@ -64,9 +70,8 @@ def test_compiled_decoding_with_a_static_cache():
     assert torch.equal(made, generate(model, given, use_cache=False))
 
 
-@pytest.mark.parametrize("options", [{}, {"key_wise": False}])
-def test_continuous_batching(options):
-    model = loud(dcformer.convert(make("llama"), **options))
+def test_continuous_batching():
+    model = loud(dcformer.convert(make("llama")))
     prompts = [torch.randint(2, 96, (length,)).tolist() for length in (3, 7, 5)]
     config = copy.deepcopy(model.generation_config)
     config.update(max_new_tokens=4, do_sample=False, eos_token_id=-1)
@@ -148,32 +153,34 @@ def test_lora_beside_the_composition(tmp_path):
     torch.testing.assert_close(outputs(again, given), outputs(model, given), atol=5e-5, rtol=1e-4)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("bits", [4, 8])
 def test_low_bits(tmp_path, bits):
+    """Equal to the whole model with the rounded weights; 8 bits of bitsandbytes round what is multiplied with them too."""
     pytest.importorskip("bitsandbytes")
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    loud(dcformer.convert(make("llama", hidden_size=64, intermediate_size=64))).save_pretrained(tmp_path)
+    model, given = loud(dcformer.convert(make("llama", hidden_size=64, intermediate_size=64))), inputs("llama")
+    model.save_pretrained(tmp_path)
     quantised = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantised)
-    assert type(model.model.layers[0].self_attn.q_proj).__name__.startswith("Linear")
-    exact = AutoModelForCausalLM.from_pretrained(tmp_path)
-    with torch.no_grad():  # the same weights, rounded
-        for name, module in model.named_modules():
-            if type(module).__name__ in ("Linear4bit", "Linear8bitLt"):
-                size = module.in_features
-                columns = module(torch.eye(size, dtype=model.dtype)).float()
-                exact.get_submodule(name).weight.copy_(columns.T)
-        given = inputs("llama")
-        torch.testing.assert_close(outputs(model, given).float(), outputs(exact, given), atol=0.1, rtol=0.1)
+    small = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantised, dtype=torch.float32)
+    exact = outputs(model, given)
+    for name, linear in model.named_modules():
+        if isinstance(linear, torch.nn.Linear):
+            linear.weight.copy_(small.get_submodule(name)(torch.eye(linear.in_features)).T)
+    expected, got = outputs(model, given), outputs(small, given)
+    assert (expected - exact).abs().max() > 1e-3
+    assert (got - expected).norm() < (1e-4 if bits == 4 else 0.15) * expected.norm()
 
 
 def test_layers_on_disk(tmp_path):
-    from transformers import AutoModelForCausalLM
-
     model, given = loud(dcformer.convert(make("llama"))), inputs("llama")
     model.save_pretrained(tmp_path / "model")
-    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu", "lm_head": "cpu"}
+    places = {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+        "model.norm": "cpu",
+        "lm_head": "cpu",
+    }
     places["model.rotary_emb"] = "cpu"
     offloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "off")
     with torch.no_grad():
@@ -206,7 +213,7 @@ def test_wrong_use():
     model = make("llama")
     with pytest.raises(ValueError, match="is not converted"):
         dcformer.unconvert(model)
-    with pytest.raises(ValueError, match="must be an nn.Module"):
+    with pytest.raises(ValueError, match=r"must be an nn.Module"):
         dcformer.convert("llama")
     dcformer.convert(model)
     with pytest.raises(ValueError, match="has composable heads already"):
@@ -215,7 +222,9 @@ def test_wrong_use():
         model.set_attn_implementation("flash_attention_2")
     model.config._attn_implementation_internal = "flex_attention"
     with pytest.raises(ValueError, match="'flex_attention' cannot compose heads"):
-        outputs(model, inputs("llama"))
+        model.model.layers[0].self_attn(
+            torch.randn(1, 3, 32), model.model.rotary_emb(torch.randn(1, 3, 32), torch.arange(3)[None])
+        )
     ours = dcformer.DCFormerForCausalLM(dcformer.DCFormerConfig.from_size("1M", vocab_size=97))
     with pytest.raises(ValueError, match="composable heads already"):
         dcformer.convert(ours)
