@@ -6,7 +6,7 @@ import copy
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
