@@ -14,6 +14,7 @@ import typer
 from dcformer.cli.convert import convert
 from dcformer.cli.doctor import doctor
 from dcformer.cli.evaluation import evaluate
+from dcformer.cli.insight import analyze, explain
 from dcformer.cli.serving import PASSED_ON, serve
 from dcformer.cli.training import compare, train
 from dcformer.cli.using import chat, generate
@@ -23,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for _command in (train, compare, generate, chat, evaluate, convert, doctor):
+for _command in (train, compare, generate, chat, evaluate, analyze, explain, convert, doctor):
     app.command()(_command)
 app.command(context_settings=PASSED_ON)(serve)
 

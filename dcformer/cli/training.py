@@ -133,12 +133,12 @@ def train(
     """Train a language model."""
     from dcformer import training
 
-    given = _given(context)
+    given = given_options(context)
     if start is not None:
         if size or config or plain:
             raise typer.BadParameter("the model is that of --from", param_hint="--size / --config / --plain")
         given = {"tokenizer": start} | given
-    data_settings = training.DataSettings(**_fields_of(training.DataSettings, given))
+    data_settings = training.DataSettings(**fields_of(training.DataSettings, given))
     settings = _train_settings({}, given, data_settings.block_size)
     if start is None:
         new = _model_config(size, config, data_settings.block_size)
@@ -196,9 +196,9 @@ def compare(
     from dcformer.studies.report import table
     from dcformer.training import DataSettings
 
-    given = _given(context)
+    given = given_options(context)
     chosen = PRESETS[preset] if preset else Preset(model={})
-    data_settings = replace(chosen.data, **_fields_of(DataSettings, given))
+    data_settings = replace(chosen.data, **fields_of(DataSettings, given))
     settings = _train_settings(chosen.train, given, data_settings.block_size)
     if preset and not size and not config:
         model_config = DCFormerConfig(max_position_embeddings=data_settings.block_size, **chosen.model)
@@ -211,13 +211,14 @@ def compare(
     shown.print(f"Curves and numbers: {out / 'curves.png'}, {out / 'compare.json'}", highlight=False, soft_wrap=True)
 
 
-def _given(context: typer.Context) -> dict[str, Any]:
+def given_options(context: typer.Context) -> dict[str, Any]:
     """The options that the user gave."""
     given = {name: value for name, value in context.params.items() if value is not None}
     return given | {"data": tuple(given["data"])} if "data" in given else given
 
 
-def _fields_of(settings: type, given: dict[str, Any]) -> dict[str, Any]:
+def fields_of(settings: type, given: dict[str, Any]) -> dict[str, Any]:
+    """Of these options, those that a settings class has."""
     names = {field.name for field in fields(settings)}
     return {name: value for name, value in given.items() if name in names}
 
@@ -229,7 +230,7 @@ def _train_settings(preset: dict[str, Any], given: dict[str, Any], block_size: i
         raise typer.BadParameter("give one of them, not both", param_hint="--steps / --tokens")
     if not {"steps", "tokens"} & (preset.keys() | given.keys()):
         raise typer.BadParameter("say how long to train", param_hint="--steps / --tokens")
-    options = preset | _fields_of(TrainSettings, given)
+    options = preset | fields_of(TrainSettings, given)
     if "tokens" in given:
         rows = options.get("batch_size", TrainSettings.batch_size)
         rows *= options.get("gradient_accumulation", TrainSettings.gradient_accumulation)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,26 @@ from dcformer.ops import Composition, composed_attention, composed_weights
 from dcformer.ops.mixers import MIXERS
 
 _IDENTITY = Composition()
+
+
+class AttentionInputs(NamedTuple):
+    """What the attention of a layer works on.
+
+    Attributes:
+        query: [B, N, T, D].
+        key: [B, K, S, D].
+        pre: mixing of the scores.
+        post: mixing of the weights.
+        scale: factor of the scores.
+        visible: `attn_mask`, `is_causal` and `window` as `composed_attention` takes them; those left out have its defaults.
+    """
+
+    query: Tensor
+    key: Tensor
+    pre: Composition
+    post: Composition
+    scale: float | None
+    visible: dict[str, Any]
 
 
 def packed_width(config: Any) -> int:
@@ -109,14 +129,17 @@ def eager_composed_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    record: Callable[[AttentionInputs], None] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The specification, which returns the composed weights [B, N, T, S] too.
+    """The specification, which returns the composed weights [B, N, T, S] too, and tells `record` what it works on.
 
     It also has `softcap` and, as `s_aux`, `sinks` of `dcformer.ops.reference.composed_weights`.
     """
     S, visible = _visible(module, query.shape[2], key.shape[2], attention_mask, **kwargs)
     key, value, pre, post = _first(S, key, value, pre, post)
+    if record is not None:
+        record(AttentionInputs(query, key, pre, post, scaling, visible))
     weights = composed_weights(query, key, pre, post, scale=scaling, softcap=softcap, sinks=s_aux, **visible).to(value.dtype)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     return (F.dropout(weights, dropout) @ value).transpose(1, 2).contiguous(), weights

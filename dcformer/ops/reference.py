@@ -45,6 +45,33 @@ def visible_keys(T: int, S: int, is_causal: bool, window: int | None, device: to
     return visible
 
 
+def scores(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
+    """The scores before anything is mixed, scale * q k^T, [B, N, T, S]."""
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return scale * query @ key.transpose(2, 3)
+
+
+def masked_softmax(
+    a: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax_S(a + mask), [B, N, T, S]; zeros where a query sees no key. Arguments as in `composed_weights`."""
+    a = a.masked_fill(~visible_keys(a.shape[2], a.shape[3], is_causal, window, a.device), -math.inf)
+    if attn_mask is not None:
+        a = a.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else a + attn_mask
+    empty = (a == -math.inf).all(-1, keepdim=True)
+    a = a.masked_fill(empty, 0)
+    if sinks is None:
+        p = a.softmax(-1)
+    else:
+        p = torch.cat([a, sinks[:, None, None].to(a.dtype).expand(*a.shape[:3], 1)], dim=-1).softmax(-1)[..., :-1]
+    return p.masked_fill(empty, 0)
+
+
 def composed_weights(
     query: Tensor,
     key: Tensor,
@@ -66,22 +93,10 @@ def composed_weights(
         softcap: c of c tanh(a / c), which bounds the composed scores before the mask.
         sinks: [N], logits of a key without a value that every query sees: it takes its share of the softmax.
     """
-    T, S = query.shape[2], key.shape[2]
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    a = compose(scale * query @ key.transpose(2, 3), pre)
+    a = compose(scores(query, key, scale), pre)
     if softcap is not None:
         a = softcap * torch.tanh(a / softcap)
-    a = a.masked_fill(~visible_keys(T, S, is_causal, window, query.device), -math.inf)
-    if attn_mask is not None:
-        a = a.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else a + attn_mask
-    empty = (a == -math.inf).all(-1, keepdim=True)
-    a = a.masked_fill(empty, 0)
-    if sinks is None:
-        p = a.softmax(-1)
-    else:
-        p = torch.cat([a, sinks[:, None, None].to(a.dtype).expand(*a.shape[:3], 1)], dim=-1).softmax(-1)[..., :-1]
-    p = p.masked_fill(empty, 0)
+    p = masked_softmax(a, attn_mask, is_causal, window, sinks)
     return compose(p, post)
 
 

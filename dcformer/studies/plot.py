@@ -38,7 +38,12 @@ def plot_curves(report: dict[str, Any], folder: Path) -> list[Path]:
     by_tokens.set_ylabel("validation loss (nats per token)")
     by_tokens.legend(frameon=False)
     _crop(by_tokens, report)
-    paths = [folder / f"curves.{kind}" for kind in ("png", "svg")]
+    return save(figure, folder, "curves")
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Writes NAME.png and NAME.svg, each complete or not at all."""
+    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
     for path in paths:
         part = path.with_name(path.name + ".part")
         try:
