@@ -22,7 +22,7 @@ from rich.table import Table
 
 from dcformer.studies.provenance import provenance
 
-_BRACKETS = re.compile(r"\[ (.*?) \]")
+_BRACKETS = re.compile(r"\[ (.+?) \]")
 
 
 class Task(NamedTuple):
@@ -70,7 +70,7 @@ def read_tasks(path: Path) -> list[Task]:
             tasks.append(task(str(row["task_id"]), row["texts"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f'{path}, line {number}, has no "task_id" and "texts": {error!r}') from error
-    if not any(each.answers for each in tasks):
+    if not any(start for each in tasks for start, _ in each.answers):
         raise ValueError(f'{path} has no words in brackets, such as "has a kind of [ fruit ]"')
     return tasks
 
@@ -80,7 +80,8 @@ def bracket_accuracy(
 ) -> dict[str, dict[str, float]]:
     """Reads the texts with a causal language model and looks what it expects where the words are.
 
-    A word is right where each of its tokens is the likeliest after all that stands before it.
+    A word is right where each of its tokens is the likeliest after all that stands before it. One that begins the text is left
+    out.
 
     Args:
         model: of transformers, on the device to run on.
@@ -130,8 +131,9 @@ def _words(model: Any, tokenizer: Any, tasks: list[Task]) -> list[list[tuple[boo
     for row, each in enumerate(tasks):
         words = []
         for start, end in each.answers:
-            places = [i - 1 for i, (a, b) in enumerate(encoded["offset_mapping"][row]) if a < end and b > start and i > 0]
-            words.append((bool(right[row, places].all()), losses[row, places].sum().item()))
+            places = [i - 1 for i, (a, b) in enumerate(encoded["offset_mapping"][row]) if a < end and b > start]
+            if places and places[0] >= 0:
+                words.append((bool(right[row, places].all()), losses[row, places].sum().item()))
         found.append(words)
     return found
 

@@ -88,6 +88,11 @@ def test_a_word_is_right_only_if_all_its_tokens_are(tokenizer):
         assert found["loss"] == pytest.approx(0 if accuracy else math.log(len(tokenizer)), abs=1e-3)
 
 
+def test_a_word_without_anything_before_it_is_left_out(model, tokenizer):
+    found = bracket_accuracy(model, tokenizer, [task("one", "[ Ada ] owns a [ fig ]"), task("two", "[ Bo ]")])
+    assert {family: figures["words"] for family, figures in found.items()} == {"one": 1}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -95,6 +100,7 @@ def test_a_word_is_right_only_if_all_its_tokens_are(tokenizer):
         ("no JSON\n", r'line 1, has no "task_id" and "texts"'),
         ('{"task_id": "a", "texts": 3}\n', r'line 1, has no "task_id" and "texts"'),
         ('{"task_id": "a", "texts": "plain"}\n', "has no words in brackets"),
+        ('{"task_id": "a", "texts": "[ alone ]"}\n', "has no words in brackets"),
         ("", "has no words in brackets"),
         (None, "is no file"),
     ],
