@@ -16,6 +16,7 @@ from dcformer.cli.doctor import doctor
 from dcformer.cli.evaluation import evaluate
 from dcformer.cli.insight import analyze, explain
 from dcformer.cli.serving import PASSED_ON, serve
+from dcformer.cli.studies import study
 from dcformer.cli.training import compare, train
 from dcformer.cli.using import chat, generate
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 for _command in (train, compare, generate, chat, evaluate, analyze, explain, convert, doctor):
     app.command()(_command)
 app.command(context_settings=PASSED_ON)(serve)
+app.add_typer(study, name="study")
 
 # The base of all usage errors, which typer does not name: it has its own copy of click's classes, or click's, by version.
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import statistics
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -12,14 +11,14 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from dcformer.models.counts import count_flops, count_parameters
+from dcformer.models.counts import count_parameters
 from dcformer.models.dcformer import DCFormerConfig
 from dcformer.studies.plot import plot_curves
 from dcformer.studies.provenance import provenance
-from dcformer.studies.report import NAMES, Run, summarize
-from dcformer.training import DataSettings, PreparedData, TrainSettings, prepare_data, train, with_vocabulary
+from dcformer.studies.report import NAMES, summarize
+from dcformer.studies.runs import describe, train_run
+from dcformer.training import DataSettings, TrainSettings, prepare_data, with_vocabulary
 from dcformer.training.files import explained_disk_errors, write_json
-from dcformer.training.metrics import read_metrics
 
 Equal = Literal["parameters", "shape"]
 
@@ -105,7 +104,7 @@ def compare(
     prepared = prepare_data(data)
     config = with_vocabulary(config, prepared.tokenizer)
     configs = {"dcformer": config, "transformer": baseline(config, equal)}
-    models = {model: _describe(configs[model], data.block_size) for model in NAMES}
+    models = {model: describe(configs[model], data.block_size) for model in NAMES}
     out, here = Path(settings.out), provenance()
     earlier = _earlier_runs(out)
     report: dict[str, Any] = {
@@ -125,7 +124,7 @@ def compare(
     for seed, model in product(range(seeds), NAMES):
         folder = model if seed == 0 else f"{model}-seed{seed}"
         run_settings = replace(settings, out=str(out / folder), seed=settings.seed + seed)
-        run = _run(configs[model], prepared, run_settings, console)
+        run = train_run(configs[model], prepared, run_settings, console)
         report["runs"].append({"model": model, "folder": folder, "provenance": earlier.get(folder, here)} | run)
         report["complete"] = len(report["runs"]) == seeds * len(NAMES)
         report |= summarize(report["runs"], {name: models[name]["flops_per_token"] for name in NAMES})
@@ -157,31 +156,6 @@ def baseline(config: DCFormerConfig, equal: Equal = "parameters") -> DCFormerCon
         wider.intermediate_size += 1
         plain.intermediate_size += round(missing / (count_parameters(wider).total - count_parameters(plain).total))
     return plain
-
-
-def _describe(config: DCFormerConfig, length: int) -> dict[str, Any]:
-    return {
-        "parameters": count_parameters(config).total,
-        "flops_per_token": 3 * count_flops(config, length).total,  # forward, and twice as much backward
-        "config": config.to_diff_dict(),
-    }
-
-
-def _run(config: DCFormerConfig, data: PreparedData, settings: TrainSettings, console: Console | None) -> Run:
-    try:
-        train(config, data, settings, console=console)
-        error = None
-    except FloatingPointError as diverged:
-        error = str(diverged)
-    lines = read_metrics(Path(settings.out, "metrics.jsonl"))
-    speeds = [line["tokens_per_second"] for line in lines if line["split"] == "train"]
-    return {
-        "seed": settings.seed,
-        "error": error,
-        "evaluations": [_without(line, "split") for line in lines if line["split"] == "validation"],
-        "tokens_per_second": statistics.median(speeds) if speeds else None,
-        "seconds": lines[-1]["seconds"] if lines else 0.0,
-    }
 
 
 def _without(record: dict[str, Any], name: str) -> dict[str, Any]:

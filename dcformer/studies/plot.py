@@ -1,4 +1,4 @@
-"""Draws the validation curves of a comparison."""
+"""Draws the validation curves of a comparison, and accuracies by task."""
 
 from __future__ import annotations
 
@@ -39,6 +39,38 @@ def plot_curves(report: dict[str, Any], folder: Path) -> list[Path]:
     by_tokens.legend(frameon=False)
     _crop(by_tokens, report)
     return save(figure, folder, "curves")
+
+
+def plot_synthetic(report: dict[str, Any], folder: Path) -> list[Path]:
+    """Draws the accuracy of each family of tasks, both models, mean over seeds.
+
+    Args:
+        report: what `dcformer.studies.synthetic.synthetic` returns.
+        folder: where synthetic.png and synthetic.svg go.
+
+    Returns:
+        The two files.
+    """
+    families = list(
+        report["accuracy"]["seen"]["dcformer"]["families"] or report["accuracy"]["seen"]["transformer"]["families"]
+    )[::-1]
+    figure = Figure(figsize=(11, 1.5 + 0.24 * len(families)), layout="constrained")
+    for axes, (split, models) in zip(figure.subplots(1, 2, sharey=True), report["accuracy"].items(), strict=True):
+        for model, found in models.items():
+            if found["families"]:
+                shares = [found["families"][family] for family in families]
+                axes.plot(
+                    shares, range(len(families)), "o", color=_COLOURS[model], label=f"{NAMES[model]}, mean {found['mean']:.1%}"
+                )
+        axes.set_title(f"{split} words")
+        axes.set_xlabel("accuracy of the words in brackets")
+        axes.set_xlim(-0.02, 1.02)
+        axes.set_ylim(-1, len(families))
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1.03))
+    figure.axes[0].set_yticks(range(len(families)), families)
+    return save(figure, folder, "synthetic")
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

@@ -136,7 +136,7 @@ def train(
         args = _arguments(settings)
         if args.process_index == 0:
             with explained_disk_errors("a new run", folder.path):
-                folder.open(_identity(config, data, settings))
+                folder.open(identity(config, data, settings))
         args.distributed_state.wait_for_everyone()
         if not folder.is_finished:
             with ProgressDisplay(console if args.process_index == 0 else None, folder.path.name, settings.steps) as display:
@@ -247,8 +247,8 @@ def _arguments(settings: TrainSettings) -> TrainingArguments:
     )
 
 
-def _identity(config: PretrainedConfig, data: PreparedData, settings: TrainSettings) -> dict[str, Any]:
-    """What makes a run the same run."""
+def identity(config: PretrainedConfig, data: PreparedData, settings: TrainSettings) -> dict[str, Any]:
+    """What makes a run the same run, JSON-ready: settings that change what comes out, configuration, data."""
     chosen = {name: value for name, value in asdict(settings).items() if name not in _FREE_SETTINGS}
     shape = {name: value for name, value in config.to_dict().items() if name != "transformers_version"}
     return {"settings": chosen, "config": shape, "data": data.summary["fingerprint"]}

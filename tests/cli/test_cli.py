@@ -79,7 +79,7 @@ def test_doctor_without_a_compiler(tmp_path):
     assert "cpu float32: auto takes 'chunked'\n  cpu: the kernel could not be built: no C++ compiler found" in done.stdout
 
 
-COMMANDS = ("train", "compare", "generate", "chat", "evaluate", "analyze", "explain", "serve", "convert", "doctor")
+COMMANDS = ("train", "compare", "generate", "chat", "evaluate", "analyze", "explain", "serve", "convert", "doctor", "study")
 
 
 def test_help_names_every_command(dcformer):

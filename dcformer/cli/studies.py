@@ -1,0 +1,66 @@
+"""`dcformer study`: measurements of the paper's claims, a command each. Every one goes on where it was stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dcformer.cli.common import Checkpoint, console, load, quieten_transformers
+from dcformer.cli.training import Bf16
+
+study = typer.Typer(help="Measure the paper's claims on this machine; each study goes on where it was stopped.")
+
+Out = Annotated[Path, typer.Option(help="Folder for figures, plot and a small record of each run.")]
+Work = Annotated[Path, typer.Option(help="Folder for checkpoints and models, which are too large for --out.")]
+Seeds = Annotated[int, typer.Option(min=1, help="How many seeds to train each model with.")]
+
+
+@study.command()
+def synthetic(
+    out: Out,
+    work: Work = Path("runs/synthetic"),
+    tokens: Annotated[int, typer.Option(min=1, help="To train each model on.")] = 8_000_000,
+    seeds: Seeds = 1,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", help="The peak, for both models.")] = 4e-3,
+    bf16: Bf16 = None,
+) -> None:
+    """Train small models with and without composition on a mixture of tasks: which predicts the words in brackets better?"""
+    from dcformer.studies.synthetic import Synthetic, paragraph
+    from dcformer.studies.synthetic import synthetic as train_both
+
+    quieten_transformers()
+    settings = Synthetic(tokens=tokens, seeds=seeds)
+    settings.train["learning_rate"] = learning_rate
+    if bf16 is not None:
+        settings.train["bf16"] = bf16
+    report = train_both(settings, out, work, console=console(stderr=True))
+    typer.echo(paragraph(report))
+    typer.echo(f"Plot and numbers: {out / 'synthetic.png'}, {out / 'summary.json'}")
+
+
+@study.command()
+def brackets(
+    checkpoint: Checkpoint,
+    tasks: Annotated[
+        Path, typer.Argument(help="JSONL file with task_id and texts, in which [ brackets ] mark words.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="JSON file for the figures.")],
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts at once.")] = 8,
+) -> None:
+    """Evaluate a trained model on the words in brackets of a file of tasks, such as the authors' synthetic ones."""
+    from dcformer.studies.brackets import bracket_accuracy, read_tasks, report_on, table
+    from dcformer.training.files import explained_disk_errors, write_json
+
+    texts = read_tasks(tasks)
+    model, tokenizer = load(checkpoint)
+    found = bracket_accuracy(model, tokenizer, texts, batch_size=batch_size, console=console(stderr=True))
+    report = report_on(tasks, found, checkpoint)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with explained_disk_errors("the figures", out.parent):
+        write_json(out, report)
+    shown = console()
+    shown.print(table(found))
+    shown.print(f"Mean over families: accuracy {report['accuracy']:.1%}, {report['loss']:.3f} nats a word", highlight=False)
+    shown.print(f"Figures: {out}", highlight=False, soft_wrap=True)

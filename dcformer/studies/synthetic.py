@@ -1,0 +1,223 @@
+"""Small models trained on a mixture of synthetic tasks, with and without composition: which predicts the bracketed words?"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from dcformer.models.dcformer import DCFormerConfig
+from dcformer.studies.brackets import bracket_accuracy, task
+from dcformer.studies.compare import baseline
+from dcformer.studies.plot import plot_synthetic
+from dcformer.studies.provenance import provenance
+from dcformer.studies.report import NAMES, Run
+from dcformer.studies.runs import Runs, describe
+from dcformer.studies.tasks import families, texts, training_texts
+from dcformer.studies.words import Split
+from dcformer.training import DataSettings, PreparedData, prepare_data, with_vocabulary
+from dcformer.training.files import explained_disk_errors, write_json, write_text
+
+SPLITS: dict[Split, str] = {
+    "seen": "new lines about words of the training",
+    "unseen": "names, things and cities of no training task",
+}
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """What to train, and on what.
+
+    Attributes:
+        model: arguments of `DCFormerConfig`; the Transformer has the same shape.
+        texts: of training.
+        evaluated: texts of each family to evaluate on, in each split.
+        tokens: to train each model on.
+        vocab_size: of the tokenizer.
+        block_size: tokens a row.
+        seeds: how many.
+        train: further arguments of `TrainSettings`, for all runs.
+    """
+
+    model: dict[str, Any] = field(
+        default_factory=lambda: {
+            "hidden_size": 128,
+            "intermediate_size": 352,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.073,
+        }
+    )
+    texts: int = 40_000
+    evaluated: int = 25
+    tokens: int = 8_000_000
+    vocab_size: int = 1024
+    block_size: int = 256
+    seeds: int = 1
+    train: dict[str, Any] = field(
+        default_factory=lambda: {
+            "batch_size": 16,
+            "learning_rate": 4e-3,
+            "composition_learning_rate_ratio": 0.3,
+            "eval_rows": 256,
+        }
+    )
+
+
+def synthetic(settings: Synthetic, out: Path, work: Path, *, console: Console | None = None) -> dict[str, Any]:
+    """Trains both models with every seed, or goes on where it was; writes the summary after each run.
+
+    `out` then holds summary.json, synthetic.png, synthetic.svg, paragraph.md, runs/ with a small record of each run and
+    accuracy/ with what each predicted. A run that is done is not done again.
+
+    Args:
+        settings: what to train.
+        out: folder for the results.
+        work: folder for texts, checkpoints and models.
+        console: where progress is shown; None: nowhere.
+
+    Returns:
+        What summary.json holds: `format`, `complete`, `settings`, `data`, `provenance` of the writing process, `models` (of
+        each parameters, training FLOPs a token, configuration), `runs` (all; with `accuracy` by split and family, as
+        `dcformer.studies.brackets.bracket_accuracy` finds it, `None` where a run diverged), and `accuracy` by split and model:
+        of each family the mean over seeds, and their `mean`.
+
+    Raises:
+        ValueError: a setting is out of range, a folder holds something else, or a model that is not evaluated yet is gone.
+        OSError: something could not be written.
+    """
+    for name in ("texts", "evaluated", "tokens", "seeds"):
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name}={getattr(settings, name)} must be at least 1")
+    prepared = _prepare(settings, work)
+    ours = DCFormerConfig(max_position_embeddings=settings.block_size, **settings.model)
+    ours = with_vocabulary(ours, prepared.tokenizer)
+    configs = {"dcformer": ours, "transformer": baseline(ours, "shape")}
+    models = {name: describe(config, settings.block_size) for name, config in configs.items()}
+    step = settings.block_size * settings.train.get("batch_size", 16) * settings.train.get("gradient_accumulation", 1)
+    steps = math.ceil(settings.tokens / step)
+    planned = settings.seeds * steps * step * sum(model["flops_per_token"] for model in models.values())
+    runs = Runs(out, work, planned, console)
+    report: dict[str, Any] = {
+        "format": 1,
+        "complete": False,
+        "settings": asdict(settings) | {"tokens": steps * step},
+        "data": {name: value for name, value in prepared.summary.items() if name != "cached"},
+        "provenance": provenance(),
+        "models": models,
+        "runs": [],
+    }
+    for seed in range(settings.seeds):
+        for model, config in configs.items():
+            run = runs.get(f"{model}-seed{seed}", config, prepared, settings.train | {"steps": steps, "seed": seed})
+            del run["evaluations"]
+            accuracy = _accuracy(run, settings.evaluated, prepared.tokenizer, out, work, console)
+            report["runs"].append({"model": model} | run | {"accuracy": accuracy})
+            report["complete"] = len(report["runs"]) == settings.seeds * len(configs)
+            report["accuracy"] = summarize(report["runs"])
+            with explained_disk_errors("the summary", out):
+                write_json(out / "summary.json", report)
+                write_text(out / "paragraph.md", paragraph(report) + "\n")
+                plot_synthetic(report, out)
+    return report
+
+
+def summarize(runs: list[Run]) -> dict[str, dict[str, dict[str, Any]]]:
+    """By split and model: the mean over seeds of each family (`families`), and their `mean`; `None` where no run finished."""
+    found: dict[str, dict[str, dict[str, Any]]] = {split: {} for split in SPLITS}
+    for split, model in ((split, model) for split in SPLITS for model in NAMES):
+        these = [run["accuracy"][split] for run in runs if run["model"] == model and run["accuracy"]]
+        names = these[0] if these else {}
+        each = {family: fmean(run[family]["accuracy"] for run in these) for family in names}
+        found[split][model] = {"mean": fmean(each.values()) if each else None, "families": each}
+    return found
+
+
+def paragraph(report: dict[str, Any]) -> str:
+    """The summary as text and table, for a README."""
+    settings, accuracy = report["settings"], report["accuracy"]
+    of_first = accuracy["seen"]["dcformer"]["families"] or accuracy["seen"]["transformer"]["families"]
+    layout, seeds = settings["model"], settings["seeds"]
+    shape = f"{layout['num_hidden_layers']} layers, E={layout['hidden_size']}, N={layout['num_attention_heads']}"
+    lines = [
+        f"{len(of_first)} families of tasks in one mixture, {settings['tokens'] / 1e6:.1f} M tokens, a DCFormer and a "
+        f"Transformer++ of the same shape ({shape}), {seeds} seed{'s' * (seeds > 1)}; accuracy of the words in brackets, mean "
+        "over families.",
+        "",
+        "| | DCFormer | Transformer++ |",
+        "|---|---|---|",
+    ]
+    groups = dict.fromkeys(family.partition(":")[0] for family in of_first)
+    for split, what in SPLITS.items():
+        lines.append(f"| {what} | {' | '.join(_share(accuracy[split][model]['mean']) for model in NAMES)} |")
+        for group in groups:
+            cells = []
+            for model in NAMES:
+                these = [x for name, x in accuracy[split][model]["families"].items() if name.startswith(f"{group}:")]
+                cells.append(_share(fmean(these) if these else None))
+            lines.append(f"| ... {group} | {' | '.join(cells)} |")
+    failed = [run["name"] for run in report["runs"] if run["error"] is not None]
+    if failed:
+        lines += ["", f"Diverged: {', '.join(failed)}."]
+    if not report["complete"]:
+        lines += ["", "The study is not complete."]
+    return "\n".join(lines)
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _prepare(settings: Synthetic, work: Path) -> PreparedData:
+    """Writes the training texts, tokenizes and packs them."""
+    path = work / "texts" / "train.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with explained_disk_errors("training texts", path.parent):
+        write_text(path, _lines({"text": text} for text in training_texts(settings.texts)))
+    return prepare_data(DataSettings(data=(str(path),), vocab_size=settings.vocab_size, block_size=settings.block_size))
+
+
+def _accuracy(
+    run: Run, evaluated: int, tokenizer: Any, out: Path, work: Path, console: Console | None
+) -> dict[str, dict[str, Any]] | None:
+    """Of each split and family what the run's model predicts; from its file where it was asked before."""
+    if run["error"] is not None:
+        return None
+    path = out / "accuracy" / run["file"]
+    if not path.exists() or _read(path)[0] != {"evaluated": evaluated}:
+        folder = work / path.stem
+        if not (folder / "config.json").exists():
+            raise ValueError(
+                f"{folder} is gone, with a model that is not evaluated; remove {out / 'runs' / run['file']} to train it"
+            )
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        lines: list[dict[str, Any]] = [{"evaluated": evaluated}]
+        for split in SPLITS:
+            tasks = [task(*each) for each in texts(split, evaluated * len(families()))]
+            found = bracket_accuracy(model, tokenizer, tasks, console=console)
+            lines += [{"split": split, "family": family} | figures for family, figures in found.items()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with explained_disk_errors("what a model predicts", path.parent):
+            write_text(path, _lines(lines))
+    by_split: dict[str, dict[str, Any]] = {split: {} for split in SPLITS}
+    for line in _read(path)[1:]:
+        by_split[line.pop("split")][line.pop("family")] = line
+    return by_split
+
+
+def _lines(rows: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
