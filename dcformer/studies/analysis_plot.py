@@ -44,7 +44,7 @@ def plot_analysis(report: dict[str, Any], folder: Path) -> list[Path]:
 
 def _by_layer(layers: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(11, 7), layout="constrained")
-    similarity, rank, entropy, *shares = figure.subplots(2, 3).flat
+    similarity, rank, entropy, *shares, beside = figure.subplots(2, 3).flat
     index = [layer["layer"] for layer in layers]
     for kind in ("raw", "composed"):
         means = [layer["similarity"][kind]["mean"] for layer in layers]
@@ -57,15 +57,19 @@ def _by_layer(layers: list[dict[str, Any]]) -> Figure:
     similarity.set_title("cosine between heads' attention, mean of pairs")
     rank.set_title("effective rank of the scores, by head and mean")
     entropy.set_title("entropy of the attention in nats, by head and mean")
-    for axes, side in zip(shares, ("scores", "weights"), strict=False):
+    for axes, side in zip(shares, ("scores", "weights"), strict=True):
         for part, (label, colour) in _PARTS.items():
             there = [layer for layer in layers if part in (layer["variance"] or {}).get(side, {})]
             if there:
                 values = [layer["variance"][side][part] for layer in there]
                 axes.plot([layer["layer"] for layer in there], values, ".-", color=colour, label=label)
         axes.set_title(f"variance that a part adds to the {side}, share of all")
-    shares[2].set_axis_off()
-    _finish([similarity, rank, entropy, *shares[:2]])
+    _finish([similarity, rank, entropy])
+    _finish(shares, legend=False)
+    beside.set_axis_off()
+    parts = {label: handle for axes in shares for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if parts:
+        beside.legend(parts.values(), parts.keys(), frameon=False, loc="upper left")
     return figure
 
 
@@ -117,12 +121,12 @@ def _band(axes: Axes, index: list[int], spreads: list[dict[str, float]], label: 
     axes.fill_between(index, [s["p5"] for s in spreads], [s["p95"] for s in spreads], color=colour, alpha=0.15, linewidth=0)
 
 
-def _finish(panels: list[Axes]) -> None:
+def _finish(panels: list[Axes], legend: bool = True) -> None:
     for axes in panels:
         axes.title.set_fontsize(9)
         axes.set_xlabel("layer")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        if axes.get_legend_handles_labels()[0]:
+        if legend and axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=8)

@@ -33,6 +33,7 @@ ANALYZE = ("--data", "text", "--block-size", "32", "--rows", "3")
         ("dcformer", {"compose": {"static": True}}),
         ("dcpythia", {"window_pattern": "LG", "sliding_window": 4}),
         ("dcformer", {"compose": None}),
+        ("dcformer", {"compose": {"post": False}, "num_attention_heads": 1}),
     ],
 )
 def test_analyze(call, place, kind, changes):
@@ -40,7 +41,7 @@ def test_analyze(call, place, kind, changes):
     code, out, err = call("analyze", "model", "--out", "new/analysis", *ANALYZE)
     assert (code, err) == (0, "")
     assert "effective rank" in out and "new/analysis/analysis.json" in out
-    composed = changes.get("compose", {}) is not None
+    composed, heads = changes.get("compose", {}) is not None, changes.get("num_attention_heads", 4)
     names = {"layers", "similarity"} | ({"tokens"} if composed else set())
     folder = place / "new" / "analysis"
     assert {path.name for path in folder.iterdir()} == {"analysis.json"} | {f"{n}.{k}" for n in names for k in ("png", "svg")}
@@ -51,11 +52,14 @@ def test_analyze(call, place, kind, changes):
     assert [layer["layer"] for layer in report["layers"]] == [0, 1]
     assert [layer["window"] for layer in report["layers"]] == ([4, None] if "window_pattern" in changes else [None, None])
     for layer in report["layers"]:
-        assert len(layer["similarity"]["composed"]["matrix"]) == 4 and len(layer["entropy"]["raw"]) == 4
+        assert len(layer["similarity"]["composed"]["matrix"]) == len(layer["entropy"]["raw"]) == heads
         if composed:
-            parts = {"dynamic", "query", "query_gate", "key", "key_gate"} | ({"static"} if kind == "dcformer" else set())
-            assert set(layer["variance"]["scores"]) == set(layer["variance"]["weights"]) == parts
-            assert layer["mixing"]["weights"]["key"]["norm"]["tokens"]
+            options = report["model"]["config"]["compose"]
+            parts = {"dynamic", "query", "query_gate", "key", "key_gate"} | ({"static"} if options["static"] else set())
+            sides = {"scores", "weights"} if options["post"] else {"scores"}
+            assert set(layer["variance"]) == set(layer["mixing"]) == sides
+            assert all(set(shares) == parts for shares in layer["variance"].values())
+            assert layer["mixing"]["scores"]["key"]["norm"]["tokens"]
         else:
             assert layer["variance"] is None and layer["mixing"] is None
             assert layer["similarity"]["raw"] == layer["similarity"]["composed"]
