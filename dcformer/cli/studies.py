@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from dcformer.cli.common import Checkpoint, console, load, quieten_transformers
-from dcformer.cli.training import Bf16
+from dcformer.cli.training import (
+    BatchSize,
+    Bf16,
+    BlockSize,
+    Data,
+    EvalEvery,
+    EvalRows,
+    TextField,
+    fields_of,
+    given_options,
+)
 
 study = typer.Typer(help="Measure the paper's claims on this machine; each study goes on where it was stopped.")
 
@@ -64,3 +74,45 @@ def brackets(
     shown.print(table(found))
     shown.print(f"Mean over families: accuracy {report['accuracy']:.1%}, {report['loss']:.3f} nats a word", highlight=False)
     shown.print(f"Figures: {out}", highlight=False, soft_wrap=True)
+
+
+@study.command()
+def upcycle(
+    context: typer.Context,
+    model: Checkpoint,
+    out: Out,
+    work: Work = Path("runs/upcycle"),
+    data: Data = None,
+    text_field: TextField = None,
+    block_size: BlockSize = None,
+    steps: Annotated[int, typer.Option(min=1, help="Updates of the weights, in each run.")] = 100,
+    batch_size: BatchSize = None,
+    eval_every: EvalEvery = None,
+    eval_rows: EvalRows = None,
+    bf16: Bf16 = None,
+    tasks: Annotated[
+        list[str] | None, typer.Option(help="Tasks to evaluate on, comma-separated, as of `evaluate`; may be repeated.")
+    ] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Folder with task files.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows a task.", show_default="all")] = None,
+) -> None:
+    """Convert a pretrained model and train it further: the composition alone, everything, everything without it, LoRA."""
+    from dcformer.studies.upcycle import upcycle as train_each_way
+    from dcformer.training import DataSettings, TrainSettings
+
+    quieten_transformers()
+    given = given_options(context) | {"out": str(work)}
+    report = train_each_way(
+        model,
+        DataSettings(**fields_of(DataSettings, given)),
+        TrainSettings(**fields_of(TrainSettings, given)),
+        out,
+        tasks=[name for names in tasks or () for name in names.split(",")],
+        include_path=include_path,
+        limit=limit,
+        console=console(stderr=True),
+    )
+    for way, name in report["best"].items():
+        loss = report["runs"][name]["evaluations"][-1]["loss"] if name else float("nan")
+        typer.echo(f"{way:12} validation loss {loss:.4f}, from {report['identity']['validation_loss']:.4f}")
+    typer.echo(f"Plot and numbers: {out / 'upcycle.png'}, {out / 'upcycle.json'}")

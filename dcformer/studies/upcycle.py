@@ -42,8 +42,8 @@ def upcycle(
     settings: TrainSettings,
     out: Path,
     *,
-    learning_rates: Iterable[float] = (1e-5, 5e-5),
-    new_weights_learning_rates: Iterable[float] = (3e-4, 1e-3),
+    learning_rates: Iterable[float] = (2e-5, 1e-4),
+    new_weights_learning_rates: Iterable[float] = (5e-4, 2e-3),
     tasks: list[str] | None = None,
     include_path: Path | None = None,
     limit: int | None = None,
@@ -76,7 +76,7 @@ def upcycle(
     """
     work = Path(settings.out)
     prepared = prepare_data(replace(data, tokenizer=model))
-    report: dict[str, Any] = _earlier(out / "upcycle.json") | {
+    report = _earlier(out / "upcycle.json") | {
         "model": model,
         "settings": asdict(settings) | {"out": None, "limit": limit, "tasks": tasks},
         "data": {key: value for key, value in prepared.summary.items() if key != "cached"},
@@ -185,8 +185,15 @@ def _run(
 ) -> dict[str, Any]:
     done = Path(settings.out, "result.json").exists()
     _forget_peak()
+    trained: list[int] = []
+
+    def wrapped(model: PreTrainedModel) -> Any:
+        made = model if wrap is None else wrap(model)
+        trained.append(sum(p.numel() for p in made.parameters() if p.requires_grad))
+        return made
+
     try:
-        train(AutoConfig.from_pretrained(start), data, settings, wrap=wrap, console=console)
+        train(AutoConfig.from_pretrained(start), data, settings, wrap=wrapped, console=console)
         error = None
     except FloatingPointError as diverged:
         error = str(diverged)
@@ -200,7 +207,8 @@ def _run(
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "seconds": lines[-1]["seconds"] if lines else 0.0,
     }
-    return found if done else found | {"peak_mib": _peak_mib()}  # else it is known from the process that trained
+    # The process that trained knows the rest.
+    return found if done else found | {"trained_parameters": trained[0], "peak_mib": _peak_mib()}
 
 
 def _forget_peak() -> None:
