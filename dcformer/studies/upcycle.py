@@ -21,7 +21,7 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from dcformer.conversion.convert import convert
 from dcformer.nn import Compose
@@ -67,21 +67,21 @@ def upcycle(
 
     Returns:
         What upcycle.json holds: `identity`, how the converted model differs before training; `parameters`; `runs`, of every way
-        and learning rate; `best`, by way, the run with the lowest final validation loss; `evaluations`, by way and for
-        "pretrained"; `settings`, `data`, `provenance`.
+        and learning rate; `best`, by way, the run with the lowest final validation loss; `evaluations`, of these runs and
+        of "pretrained"; `settings`, `data`, `provenance`.
 
     Raises:
-        ValueError: the model cannot be converted, or a setting is out of range.
+        ValueError: the model cannot be converted, a setting is out of range, or `out` holds a study of something else.
         OSError: something could not be written.
     """
     work = Path(settings.out)
     prepared = prepare_data(replace(data, tokenizer=model))
-    report = _earlier(out / "upcycle.json") | {
+    question = {
         "model": model,
         "settings": asdict(settings) | {"out": None, "limit": limit, "tasks": tasks},
         "data": {key: value for key, value in prepared.summary.items() if key != "cached"},
-        "provenance": provenance(),
     }
+    report = _earlier(out / "upcycle.json", question) | {"provenance": provenance()}
 
     def keep() -> None:
         with explained_disk_errors("the report", out):
@@ -90,6 +90,7 @@ def upcycle(
 
     converted = work / "converted"
     if not (converted / "config.json").exists():
+        set_seed(settings.seed)
         changed = convert(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
         with new_folder(converted, "the converted model") as folder:
             changed.save_pretrained(folder)
@@ -118,12 +119,11 @@ def upcycle(
         }
         report["best"][way] = min(finished, key=finished.__getitem__) if finished else None
     for way in ("pretrained", *WAYS):
-        name = report["best"].get(way)
-        if tasks and way not in report["evaluations"] and (name is not None or way == "pretrained"):
+        name = "pretrained" if way == "pretrained" else report["best"][way]
+        if tasks and name is not None and name not in report["evaluations"]:
             trained = _load(model if way == "pretrained" else str(work / name), model)
-            answers = work / f"answers-{name or way}"
-            report["evaluations"][way] = evaluate(
-                trained, prepared.tokenizer, tasks, include_path=include_path, limit=limit, answers=answers
+            report["evaluations"][name] = evaluate(
+                trained, prepared.tokenizer, tasks, include_path=include_path, limit=limit, answers=work / f"answers-{name}"
             )
             keep()
     with explained_disk_errors("the plot", out):
@@ -131,10 +131,15 @@ def upcycle(
     return report
 
 
-def _earlier(path: Path) -> dict[str, Any]:
-    """What an earlier process has found out."""
-    empty: dict[str, Any] = {"runs": {}, "best": {}, "evaluations": {}}
-    return json.loads(path.read_text()) if path.exists() else empty
+def _earlier(path: Path, question: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier process has found out about the same question."""
+    if not path.exists():
+        return {**question, "runs": {}, "best": {}, "evaluations": {}}
+    earlier = json.loads(path.read_text())
+    differing = [key for key, value in question.items() if earlier.get(key) != json.loads(json.dumps(value))]
+    if differing:
+        raise ValueError(f"{path} is of another study: {', '.join(differing)} differ; give another out and work folder")
+    return earlier
 
 
 @torch.no_grad()
@@ -212,7 +217,9 @@ def _run(
 
 
 def _forget_peak() -> None:
-    """Starts the measurement of the process's peak memory again, where the system can."""
+    """Starts the measurement of the peak again, where the system can."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -200,13 +200,17 @@ def _model(config: PretrainedConfig, settings: TrainSettings) -> Any:
     if settings.start is None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     else:
-        model = AutoModelForCausalLM.from_pretrained(settings.start, config=config, dtype=torch.float32)
-    if settings.trainable == "composition":
-        composed = {id(p) for module in model.modules() if isinstance(module, Compose) for p in module.parameters()}
-        if not composed:
-            raise ValueError("trainable='composition' needs a model with composable heads; see dcformer.convert")
-        for parameter in model.parameters():
-            parameter.requires_grad_(id(parameter) in composed)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            settings.start, config=config, dtype=torch.float32, output_loading_info=True
+        )
+        model, found = loaded
+        if found["missing_keys"]:
+            raise ValueError(f"start={settings.start!r} lacks weights: {', '.join(sorted(found['missing_keys']))}")
+    composed = {id(p) for module in model.modules() if isinstance(module, Compose) for p in module.parameters()}
+    if settings.trainable == "composition" and not composed:
+        raise ValueError("trainable='composition' needs a model with composable heads; see dcformer.convert")
+    for parameter in model.parameters():
+        parameter.requires_grad_(settings.trainable == "all" or id(parameter) in composed)
     return model
 
 

@@ -48,7 +48,7 @@ def pretrained(tmp_path):
 def test_each_way_is_trained_once(pretrained, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(pretrained / "cache"))
 
-    def run():
+    def run(**changes):
         return upcycle(
             str(pretrained / "model"),
             DataSettings(data=(str(pretrained / "texts"),), block_size=16, cache_dir=str(pretrained / "cache")),
@@ -56,15 +56,15 @@ def test_each_way_is_trained_once(pretrained, monkeypatch):
             pretrained / "out",
             learning_rates=(1e-3, 1e-2),
             new_weights_learning_rates=(1e-2,),
-            tasks=["words"],
             include_path=pretrained / "tasks",
+            **{"tasks": ["words"], **changes},
         )
 
     report = run()
     assert report == json.loads((pretrained / "out" / "upcycle.json").read_text())
     assert {path.name for path in (pretrained / "out").iterdir()} == {"upcycle.json", "upcycle.png", "upcycle.svg"}
     assert report["identity"]["generation_is_equal"] and report["identity"]["largest_difference"] < 2e-5
-    assert list(report["best"]) == list(WAYS) and list(report["evaluations"]) == ["pretrained", *WAYS]
+    assert list(report["best"]) == list(WAYS) and list(report["evaluations"]) == ["pretrained", *report["best"].values()]
     assert len(report["runs"]) == 6 and all(len(run["evaluations"]) == 2 for run in report["runs"].values())
     for way in ("everything", "control"):
         losses = {name: run["evaluations"][-1]["loss"] for name, run in report["runs"].items() if run["way"] == way}
@@ -80,3 +80,5 @@ def test_each_way_is_trained_once(pretrained, monkeypatch):
     monkeypatch.setattr(study, "evaluate", None)
     monkeypatch.setattr("dcformer.training.trainer.ExactTrainer", None)
     assert {**run(), "provenance": None} == {**report, "provenance": None}
+    with pytest.raises(ValueError, match="of another study: settings differ"):
+        run(limit=1)
