@@ -90,12 +90,12 @@ def load_model(checkpoint: str) -> tuple[Any, list[str]]:
     return _load(checkpoint, AutoModelForCausalLM)
 
 
-def load_any_model(checkpoint: str) -> Any:
-    """The model of the class that the checkpoint names, which may be of any kind; arguments and errors as of `load_model`."""
+def load_any_model(checkpoint: str) -> tuple[Any, list[str]]:
+    """As `load_model`, of the class that the checkpoint names, which may be of any kind."""
     import transformers
 
     architectures = load_config(checkpoint).architectures or ["AutoModel"]
-    return _load(checkpoint, getattr(transformers, architectures[0], transformers.AutoModelForCausalLM))[0]
+    return _load(checkpoint, getattr(transformers, architectures[0], transformers.AutoModelForCausalLM))
 
 
 def _load(checkpoint: str, kind: Any) -> tuple[Any, list[str]]:

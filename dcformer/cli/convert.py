@@ -12,6 +12,9 @@ import typer
 from dcformer.cli.common import load_any_model, load_model, quieten_transformers, read_config
 
 _KINDS = ("dcformer", "dcpythia")
+_OF_HEADS = (
+    "layers", "rank", "groups", "query_wise", "key_wise", "gates", "static", "pre", "post", "adapter_only",
+)  # fmt: skip
 _HEADS, _FORMATS = "Composable heads", "Formats"
 # What a checkpoint may hold besides its model, as transformers' tokenizers and processors name their files.
 _COMPANIONS = (
@@ -20,7 +23,9 @@ _COMPANIONS = (
     "added_tokens.json",
     "vocab.*",
     "merges.txt",
-    "spiece.model",
+    "*.model",
+    "*.spm",
+    "normalizer.json",
     "*preprocessor_config.json",
     "processor_config.json",
     "*.jinja",
@@ -28,6 +33,7 @@ _COMPANIONS = (
 
 
 def convert(
+    context: typer.Context,
     source: Annotated[
         str,
         typer.Argument(
@@ -75,6 +81,13 @@ def convert(
     ] = None,
 ) -> None:
     """Give a model composable heads, its outputs unchanged; with --from and --to, write a checkpoint in another format."""
+    ignored = [
+        f"--{name.replace('_', '-')}"
+        for name in _OF_HEADS
+        if from_ is not None and context.get_parameter_source(name).name == "COMMANDLINE"  # type: ignore[union-attr]
+    ]
+    if ignored:
+        raise typer.BadParameter("a change of the format composes no heads", param_hint=" / ".join(ignored))
     if (from_ is None) != (to is None):
         raise typer.BadParameter("give both to change the format, or neither", param_hint="--from / --to")
     if (from_ == "maxtext") != (config is not None):
@@ -88,7 +101,9 @@ def convert(
     if from_ is None:
         from dcformer import convert as give_composable_heads
 
-        model = load_any_model(source)
+        model, left_over = load_any_model(source)
+        if left_over:
+            typer.echo(f"{source} has weights that {type(model).__name__} has no place for: {', '.join(left_over)}", err=True)
         give_composable_heads(
             model, layers=layers, trainable="composition", rank=rank, groups=groups, query_wise=query_wise, key_wise=key_wise,
             gates=gates, static=static, pre=pre, post=post,

@@ -14,8 +14,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.integrations.sdpa_attention import create_position_bias_mask
 from transformers.modeling_utils import AttentionInterface
 
-from dcformer.models.attention import BACKENDS, composed_attention_forward, eager_composed_attention, unpack
-from dcformer.models.attention import pack as pack_weights
+from dcformer.models.attention import BACKENDS, composed_attention_forward, eager_composed_attention, pack, unpack
 from dcformer.nn import Compose
 from dcformer.ops import Composition
 
@@ -59,14 +58,16 @@ class ComposedConfig:
     @property
     def _attn_implementation(self) -> str:
         name = self.original._attn_implementation
-        if name not in IMPLEMENTATIONS:
-            raise ValueError(unknown_implementation(name))
-        return _PREFIX + name
+        check_implementation(name)
+        return _COMPOSED + name
 
 
-def unknown_implementation(name: object) -> str:
-    """What is wrong with it."""
-    return f"attn_implementation={name!r} cannot compose heads; choose one of {', '.join(map(repr, IMPLEMENTATIONS))}"
+def check_implementation(name: object) -> None:
+    """Refuses attention functions that would leave out the composition."""
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"attn_implementation={name!r} cannot compose heads; choose one of {', '.join(map(repr, IMPLEMENTATIONS))}"
+        )
 
 
 class ComposeHeads:
@@ -108,7 +109,7 @@ class _PackingCache:
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keys and values of all positions, [B, K, S, D + (2R+1) H]."""
-        return self._cache.update(_pack(key, self._pre), _pack(value, self._post), *args, **kwargs)
+        return self._cache.update(pack(key, self._pre), pack(value, self._post), *args, **kwargs)
 
 
 class _PackingEncoderDecoderCache(EncoderDecoderCache):
@@ -118,10 +119,6 @@ class _PackingEncoderDecoderCache(EncoderDecoderCache):
         self.self_attention_cache = _PackingCache(cache.self_attention_cache, pre, post)  # type: ignore[assignment]
         self.cross_attention_cache = _PackingCache(cache.cross_attention_cache, pre, post)  # type: ignore[assignment]
         self.is_updated = cache.is_updated
-
-
-def _pack(states: Tensor, composition: Composition) -> Tensor:
-    return states if composition.key is None else pack_weights(states, composition, 0)
 
 
 def _unpack(packed: Tensor, composition: Composition, heads: int) -> tuple[Tensor, Composition]:
@@ -176,6 +173,8 @@ def attend(
         causal = module.is_causal and query.shape[2] > 1
         attention_mask = create_position_bias_mask(position_bias, attention_mask, causal, query, key)
     beyond = any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
+    if implementation == "eager":  # where no mask means that every key is seen; "sdpa" asks the module
+        kwargs["is_causal"] = False
     if implementation == "eager" or output_attentions or (implementation == "auto" and beyond):
         return eager_composed_attention(module, query, key, value, attention_mask, pre, post, **kwargs)
     return composed_attention_forward(module, query, key, value, attention_mask, pre, post, backend=implementation, **kwargs)
@@ -183,8 +182,8 @@ def attend(
 
 # What a converted model may be set to, and what that means. The families' modules look functions up in one table for all
 # models, so that the composed ones need names of their own there.
-_PREFIX = "composed "
+_COMPOSED = "composed "
 IMPLEMENTATIONS = {"sdpa": "auto", "eager": "eager", "paged|eager": "eager"}
 IMPLEMENTATIONS |= {name: name.removeprefix("dc_") for name in BACKENDS}
 for _name, _implementation in IMPLEMENTATIONS.items():
-    AttentionInterface.register(_PREFIX + _name, partial(attend, implementation=_implementation))
+    AttentionInterface.register(_COMPOSED + _name, partial(attend, implementation=_implementation))

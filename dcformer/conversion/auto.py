@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-_PREFIX = "dc_"
+PREFIX = "dc_"
 
 
 class _OnDemand(dict):
@@ -15,7 +15,7 @@ class _OnDemand(dict):
     def __contains__(self, model_type: object) -> bool:
         if super().__contains__(model_type):
             return True
-        name = model_type.removeprefix(_PREFIX) if isinstance(model_type, str) else model_type
+        name = model_type.removeprefix(PREFIX) if isinstance(model_type, str) else model_type
         return name != model_type and name in CONFIG_MAPPING._mapping
 
     def __missing__(self, model_type: str) -> Any:
@@ -23,7 +23,7 @@ class _OnDemand(dict):
             raise KeyError(model_type)
         from dcformer.conversion.classes import register
 
-        self[model_type] = register(model_type.removeprefix(_PREFIX))
+        self[model_type] = register(model_type.removeprefix(PREFIX))
         return self[model_type]
 
 

@@ -20,11 +20,12 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass, _LazyAuto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import cached_file
 
-from dcformer.conversion.attention import IMPLEMENTATIONS, head_count, is_attention, unknown_implementation
+from dcformer.conversion.attention import check_implementation, head_count, is_attention
+from dcformer.conversion.auto import PREFIX
+from dcformer.conversion.layers import is_composition
 from dcformer.models.generation import widen_paged_cache
 from dcformer.nn import Compose
 
-PREFIX = "dc_"  # of model types
 COMPOSITION_FILE = "composition.safetensors"  # in place of model.safetensors where the base model's weights are elsewhere
 # Arguments of `from_pretrained` that say where a folder of the hub comes from.
 _PLACE = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -36,22 +37,24 @@ class Converted(PreTrainedModel):
     Attributes:
         original_class: the family's own class.
         base_model_name_or_path: the checkpoint that holds the base model's weights as they are, if there is one.
+        base_model_revision: its commit, where it is on the hub.
     """
 
     original_class: ClassVar[Any]
     base_model_name_or_path: str | None = None
+    base_model_revision: str | None = None
     _supports_flash_attn = False  # else continuous batching would change to it
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
-        from dcformer.conversion.models import install
+        from dcformer.conversion.models import convert_like
 
         super().__init__(config, *args, **kwargs)
-        install(self, config.composition or {})
+        convert_like(self, config.composition or {})
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """As in transformers; what would leave out the composition is refused."""
-        if requested_attention is not None and requested_attention not in IMPLEMENTATIONS:
-            raise ValueError(unknown_implementation(requested_attention))
+        if requested_attention is not None:
+            check_implementation(requested_attention)
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     @classmethod
@@ -67,7 +70,7 @@ class Converted(PreTrainedModel):
         Raises:
             ValueError: keys and values of all layers are not of one width, as a paged cache wants them.
         """
-        attentions = [module for module in self.modules() if is_attention(module)]
+        attentions = [module for module in self.get_decoder().modules() if is_attention(module)]
         rows = {_packed_rows(getattr(module, "compose", None), side) for module in attentions for side in ("pre", "post")}
         if len(rows) > 1:
             raise ValueError(
@@ -122,6 +125,7 @@ class Converted(PreTrainedModel):
         config = copy.deepcopy(self.config)
         config.architectures = [type(self).__name__]
         config.base_model_name_or_path = self.base_model_name_or_path
+        config.base_model_revision = self.base_model_revision
         config.save_pretrained(folder)
 
     @classmethod
@@ -138,7 +142,7 @@ class Converted(PreTrainedModel):
         Raises:
             ValueError: composition weights are missing, or do not fit.
         """
-        from dcformer.conversion.models import install
+        from dcformer.conversion.models import convert_like
 
         place = {name: kwargs.pop(name) for name in _PLACE if name in kwargs}
         if not isinstance(config, PreTrainedConfig):
@@ -153,13 +157,14 @@ class Converted(PreTrainedModel):
                 raise ValueError(f"{pretrained_model_name_or_path} lacks composition weights: {', '.join(missing)}")
         else:
             file: Any = cached_file(pretrained_model_name_or_path, COMPOSITION_FILE, **place)
-            for name in ("revision", "subfolder"):  # they say where in the folder with the composition
-                place.pop(name, None)
+            place.pop("subfolder", None)  # that of the composition
+            place["revision"] = config.base_model_revision
             model, info = cls.original_class.from_pretrained(
                 config.base_model_name_or_path, *args, config=plain_config(config), output_loading_info=True, **place, **kwargs
             )
-            install(model, config.composition)
+            convert_like(model, config.composition)
             model.base_model_name_or_path = config.base_model_name_or_path
+            model.base_model_revision = config.base_model_revision
             _load_composition(model, load_file(file), file)
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(is_composition(name))
@@ -170,7 +175,7 @@ def plain_config(config: Any) -> Any:
     """A copy that is again the base model's."""
     config = copy.deepcopy(config)
     config.__class__ = type(config).__mro__[1]
-    del config.composition, config.base_model_name_or_path
+    del config.composition, config.base_model_name_or_path, config.base_model_revision
     return config
 
 
@@ -183,14 +188,12 @@ def _load_composition(model: Any, weights: dict[str, Tensor], file: str) -> None
     )
     if misfits:
         raise ValueError(f"{file} does not fit the base model: {', '.join(misfits)}")
+    absent = sorted(name for name, parameter in ours.items() if parameter.is_meta)
+    if absent:
+        raise ValueError(f"device_map leaves no place for {absent[0]}; save the whole model to offload parts of it")
     with torch.no_grad():
         for name, parameter in ours.items():
             parameter.copy_(weights[name])
-
-
-def is_composition(name: str) -> bool:
-    """Whether a parameter of that name is one of the mixing."""
-    return ".compose." in name
 
 
 def _packed_rows(compose: Compose | None, side: str) -> int:
@@ -202,14 +205,19 @@ def _packed_rows(compose: Compose | None, side: str) -> int:
 def composed_config(base: Any) -> Any:
     """The configuration class of a family's converted models.
 
-    It adds `composition`, the options of `convert`, and `base_model_name_or_path` where the composition is saved alone.
+    It adds `composition`, the options of `convert`, and where the composition is saved alone the place of the base model.
     """
     body = {
         "__module__": __name__,
         "__doc__": f"`{base.__name__}` of a model with composed heads.",
-        "__annotations__": {"composition": dict | None, "base_model_name_or_path": str | None},
+        "__annotations__": {
+            "composition": dict | None,
+            "base_model_name_or_path": str | None,
+            "base_model_revision": str | None,
+        },
         "composition": None,
         "base_model_name_or_path": None,
+        "base_model_revision": None,
         "model_type": PREFIX + base.model_type,
     }
     return strict(type(f"DC{base.__name__}", (base,), body))

@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
+from dcformer.conversion.layers import is_composition
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -78,12 +80,17 @@ def convert(
         convert_modules(model, names, options)
     if trainable == "composition":
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".compose." in name)
+            parameter.requires_grad_(is_composition(name))
     return model
 
 
 def unconvert(model: Model) -> Model:
     """Takes the composition of a converted model away, in place: the base model with its weights as they are now.
+
+    What is trainable stays as it is: after `trainable="composition"`, nothing.
+
+    Args:
+        model: the model that was converted, not a part of it.
 
     Returns:
         `model`.

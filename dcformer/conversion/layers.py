@@ -21,14 +21,19 @@ def choose_layers(attentions: Collection[str], layers: list[str] | None, prefix:
         return set(attentions)
     chosen: set[str] = set()
     for layer in layers:
-        wanted = layer.removeprefix(prefix)
-        found = {name for name in attentions if f"{name}.".startswith(f"{wanted}.")}
+        wanted = f"{layer}.".removeprefix(prefix)  # nothing for the base model itself
+        found = {name for name in attentions if f"{name}.".startswith(wanted)}
         if not found:
             raise ValueError(f"layers: there is no attention at {layer!r}; there is at {', '.join(attentions)}")
         chosen |= found
     if not chosen:
         raise ValueError("layers=[] leaves nothing to convert; give names of modules, or None for all")
     return chosen
+
+
+def is_composition(name: str) -> bool:
+    """Whether a parameter of that name is one of the mixing."""
+    return ".compose." in name
 
 
 def check_heads(name: str, heads: int, options: dict[str, Any]) -> None:

@@ -28,12 +28,12 @@ def convert_model(model: PreTrainedModel, layers: list[str] | None, options: dic
     for module in model.modules():
         if isinstance(vars(module).get("config"), PreTrainedConfig):
             module.config = copy.deepcopy(vars(module)["config"], copies)
-    base = model.config.name_or_path or None
+    base, revision = model.config.name_or_path or None, getattr(model.config, "_commit_hash", None)
     _install(model, modules, {"layers": layers, **options})
-    model.base_model_name_or_path = base  # type: ignore[assignment]
+    model.base_model_name_or_path, model.base_model_revision = base, revision  # type: ignore[assignment]
 
 
-def install(model: Any, composition: dict[str, Any]) -> None:
+def convert_like(model: Any, composition: dict[str, Any]) -> None:
     """Makes a model with the classes of the base what `composition`, the arguments of `convert`, says."""
     options = dict(composition)
     _install(model, _make(model, options.pop("layers", None), options), composition)
@@ -43,6 +43,8 @@ def restore_model(model: Any) -> None:
     """`dcformer.unconvert` for models of transformers."""
     if not issubclass(type(model), Converted):
         raise ValueError(f"this {type(model).__name__} is not converted")
+    if not isinstance(model.config, model.config_class):
+        raise ValueError(f"this {type(model).__name__} is part of a converted model; unconvert that model")
     for module in model.modules():
         if isinstance(getattr(module, "compose", None), Compose):
             del module.compose
@@ -51,7 +53,9 @@ def restore_model(model: Any) -> None:
                 if isinstance(hook, ComposeHeads):
                     del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
     model.config.__class__ = model.original_class.config_class
-    del model.config.composition, model.config.base_model_name_or_path
+    del model.config.composition, model.config.base_model_name_or_path, model.config.base_model_revision
+    vars(model).pop("base_model_name_or_path", None)
+    vars(model).pop("base_model_revision", None)
     for module in model.modules():
         if isinstance(module, Converted):
             module.__class__ = module.original_class
@@ -68,7 +72,7 @@ def _install(model: Any, modules: dict[str, tuple[Any, Compose]], composition: d
             _CAN_RECORD_REGISTRY[module] = module._can_record_outputs  # transformers looks them up by the name of the class
     if not isinstance(model.config, model.config_class):
         model.config.__class__ = model.config_class
-        model.config.base_model_name_or_path = None
+        model.config.base_model_name_or_path = model.config.base_model_revision = None
     model.config.composition = composition
     family = model.original_class.config_class
     if family.model_type in CONFIG_MAPPING and CONFIG_MAPPING[family.model_type] is family:

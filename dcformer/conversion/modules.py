@@ -19,10 +19,14 @@ def convert_modules(model: nn.Module, layers: list[str] | None, options: dict[st
     # A module that stands in several places stays one.
     found = {name: m for name, m in model.named_modules(remove_duplicate=False) if type(m) is nn.MultiheadAttention}
     if not found:
+        inner = [name for name, module in model.named_modules() if hasattr(module, "set_attn_implementation")]
+        if inner:
+            raise ValueError(f"{type(model).__name__} holds a model of transformers; convert that one, {inner[0]!r}")
         raise ValueError(
             f"{type(model).__name__} cannot be converted: it holds no nn.MultiheadAttention and is no model of transformers"
         )
-    chosen = {name: found[name] for name in found if name in choose_layers(found, layers)}
+    names = choose_layers(found, layers)
+    chosen = {name: module for name, module in found.items() if name in names}
     for name, module in chosen.items():
         check_heads(name, module.num_heads, options)
     made = {module: DCMHA.from_mha(module, **options) for module in set(chosen.values())}
@@ -35,6 +39,9 @@ def restore_modules(model: nn.Module) -> None:
     found = {name: module for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, DCMHA)}
     if not found or "" in found:
         raise ValueError(f"this {type(model).__name__} is not converted")
+    for name, module in found.items():
+        if module.window is not None or not isinstance(module.q_norm, nn.Identity) or module.num_kv_heads != module.num_heads:
+            raise ValueError(f"{name} has a window, norms or fewer key/value heads, which nn.MultiheadAttention does not have")
     made = {module: _plain(module) for module in set(found.values())}
     for name, module in found.items():
         model.set_submodule(name, made[module])

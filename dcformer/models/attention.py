@@ -51,10 +51,13 @@ def packed_width(config: Any) -> int:
     return config.head_dim + rows * config.num_attention_heads // config.num_key_value_heads
 
 
-def pack(states: Tensor, composition: Composition, width: int) -> Tensor:
-    """Keys or values [B, K, S, D] with the key-wise weights behind them, [B, K, S, width]: what a cache stores."""
+def pack(states: Tensor, composition: Composition, width: int | None = None) -> Tensor:
+    """Keys or values [B, K, S, D] with the key-wise weights behind them: what a cache stores.
+
+    Where there are none the states are padded to `width`, if one is given.
+    """
     if composition.key is None:
-        return F.pad(states, (0, width - states.shape[3]))
+        return states if width is None else F.pad(states, (0, width - states.shape[3]))
     weights = composition.key.unflatten(3, (states.shape[1], -1))  # [B, S, 2R+1, K, H]
     return torch.cat([states, weights.permute(0, 3, 1, 2, 4).flatten(3)], dim=3)
 

@@ -42,6 +42,11 @@ def test_the_composition_alone(call, tmp_path):
     assert (code, err) == (0, "") and "composition.safetensors" in out and "model.safetensors" not in out
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dc")
     assert goes_on(model, "gamma", 8) == goes_on(base, "gamma", 8)
+    few = ["--data", few_texts(tmp_path / "texts"), "--block-size", 32, "--steps", 2, "--batch-size", 2, "--lr", 0.01]
+    code, _, err = call("train", "--from", tmp_path / "dc", "--out", tmp_path / "run", *few)
+    assert code == 0, err
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert not [name for name, p in base.named_parameters() if torch.equal(p, trained.get_parameter(name))]
     code, out, err = call("generate", tmp_path / "dc", "--prompt", "gamma", "--max-new-tokens", 8, "--greedy")
     assert code == 0 and goes_on(base, "gamma", 8) in out, err
 
@@ -54,6 +59,7 @@ def test_wrong_use(call, tmp_path):
         (("convert", tmp_path / "ours", "--out", tmp_path / "new"), 1, "composable heads already"),
         (("convert", tmp_path / "base", "--out", tmp_path / "new", "--rank", 9), 1, "rank=9 is over the 4 heads"),
         (("convert", tmp_path / "base", "--out", tmp_path / "new", "--to", "hf"), 2, "give both"),
+        (("convert", tmp_path / "ours", "--out", tmp_path / "new", "--from", "hf", "--to", "hf", "--rank", 1), 2, "--rank"),
         (("convert", tmp_path / "nothing", "--out", tmp_path / "new"), 1, "is no checkpoint"),
         (("train", "--from", tmp_path / "base", "--size", "1M", "--out", tmp_path / "new", "--steps", 1), 2, "--from"),
         (("train", "--from", tmp_path / "base", "--trainable", "composition", *few), 1, "needs a model with composable heads"),

@@ -44,6 +44,7 @@ DECODERS = {
 OTHERS = {
     "bert": ("AutoModelForMaskedLM", TEXT),
     "roberta": ("AutoModelForMaskedLM", {**TEXT, **TOKENS}),
+    "splinter": ("AutoModel", TEXT),
     "vit": ("AutoModelForImageClassification", IMAGE),
     "deit": ("AutoModelForImageClassification", IMAGE),
     "dinov2": ("AutoModelForImageClassification", IMAGE),
@@ -98,7 +99,9 @@ def inputs(family):
 def outputs(model, given):
     """Logits or embeddings; those of padding are left out."""
     made = model(**given)
-    out = made.logits if "logits" in made else torch.cat([made.text_embeds, made.image_embeds])
+    if "text_embeds" in made:
+        return torch.cat([made.text_embeds, made.image_embeds])
+    out = made.logits if "logits" in made else made.last_hidden_state
     return out[given["attention_mask"].bool()] if out.shape[:2] == (2, LENGTH) and "attention_mask" in given else out
 
 

@@ -14,8 +14,11 @@ from dcformer.nn import Compose
 def test_outputs_stay_the_same_and_come_back(family):
     model, given = make(family), inputs(family)
     config, kind, attention, before = model.config, type(model), model.config._attn_implementation, outputs(model, given)
+    unpadded = {name: value for name, value in given.items() if name != "attention_mask"}
+    whole = outputs(model, unpadded)
     assert dcformer.convert(model) is model
     torch.testing.assert_close(outputs(model, given), before, atol=2e-5, rtol=0)
+    torch.testing.assert_close(outputs(model, unpadded), whole, atol=2e-5, rtol=0)
     assert isinstance(model, kind) and isinstance(model.config, type(config))
     loud(model)
     changed = outputs(model, given)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from small_models import loud
+from small_models import loud, make
 from torch import nn
 
 import dcformer
@@ -85,6 +85,11 @@ def test_wrong_use():
         dcformer.convert(transformer(), layers=["nowhere"])
     with pytest.raises(ValueError, match="is not converted"):
         dcformer.unconvert(transformer())
+    with pytest.raises(ValueError, match="convert that one, '1'"):
+        dcformer.convert(nn.Sequential(nn.Linear(3, 3), make("bert")))
+    own = nn.Sequential(dcformer.DCMHA(32, 4, window=3))
+    with pytest.raises(ValueError, match="0 has a window"):
+        dcformer.unconvert(own)
 
 
 def test_needs_no_transformers():

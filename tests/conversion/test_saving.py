@@ -63,6 +63,8 @@ def test_part_of_a_pair_of_towers_is_not_saved_alone(tmp_path):
     model = dcformer.convert(make("clip"))
     with pytest.raises(ValueError, match="part of a converted model"):
         model.text_model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="part of a converted model"):
+        dcformer.unconvert(model.text_model)
 
 
 def test_a_checkpoint_without_composition_weights_is_refused(tmp_path):
@@ -113,6 +115,29 @@ def test_the_composition_alone_reloads(adapter, tmp_path):
         torch.testing.assert_close(outputs(third, given), outputs(model, given), atol=5e-5, rtol=1e-4)
     hidden = AutoModel.from_pretrained(folder)(**given).last_hidden_state
     torch.testing.assert_close(hidden, model.model(**given).last_hidden_state)
+
+
+def test_the_base_models_revision_is_kept(adapter, monkeypatch):
+    model, folder = adapter
+    model.base_model_revision = "abc"
+    model.save_pretrained(folder, adapter_only=True)
+    asked, load = {}, LlamaForCausalLM.from_pretrained.__func__
+
+    def record(cls, *args, **kwargs):
+        asked.update(kwargs)
+        return load(cls, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", classmethod(record))
+    again = AutoModelForCausalLM.from_pretrained(folder, revision="of-the-composition")
+    assert asked["revision"] == again.base_model_revision == "abc"
+
+
+def test_the_composition_alone_is_not_offloaded(adapter, tmp_path):
+    _, folder = adapter
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
+    places |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    with pytest.raises(ValueError, match="device_map leaves no place"):
+        AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path / "off")
 
 
 def test_the_base_alone_is_never_loaded_in_its_place(adapter, tmp_path):

@@ -94,6 +94,8 @@ def test_only_chosen_layers_are_converted_and_only_composition_trains():
     model = dcformer.convert(make("llama"), layers=["model.layers.1"], trainable="composition")
     assert [name for name, m in model.named_modules() if isinstance(m, Compose)] == ["model.layers.1.self_attn.compose"]
     assert all(p.requires_grad == (".compose." in name) for name, p in model.named_parameters())
+    everything = dcformer.convert(make("llama"), layers="model")
+    assert sum(isinstance(module, Compose) for module in everything.modules()) == 2
     given = inputs("llama")
     loud(model).activation_checkpointing_enable()
     model.train()(**given, labels=given["input_ids"]).loss.backward()
