@@ -108,7 +108,8 @@ def convert(
             model, layers=layers, trainable="composition", rank=rank, groups=groups, query_wise=query_wise, key_wise=key_wise,
             gates=gates, static=static, pre=pre, post=post,
         )  # fmt: skip
-        saving |= {"adapter_only": adapter_only}
+        if adapter_only:
+            saving = {"adapter_only": True}
     else:
         model = _from_folder(Path(source), from_) if config is None else _from_maxtext(Path(source), config)
         saving |= {"save_original_format": to == "released"}

@@ -23,6 +23,11 @@ _KEY_STATES = ("key_value_states", "encoder_hidden_states")
 # And the cache, which is a `Cache`, a pair of them, or the paged one of continuous batching.
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 _IDENTITY = Composition()
+# Arguments by which a family hands over keys or values, or states for them, that no mixing weights are made from.
+_FOREIGN_KEYS = {
+    "key", "keys", "key_tensor", "k", "context", "context_hidden_states", "cross_attention_states", "key_hidden_states",
+    "shared_kv_states",
+}  # fmt: skip
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -31,6 +36,21 @@ def is_attention(module: nn.Module) -> bool:
     names = forward.__code__.co_names if inspect.isfunction(forward) else ()
     kinds = {parameter.kind for parameter in inspect.signature(forward).parameters.values()}
     return {"get_interface", "_attn_implementation"} <= set(names) and inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def obstacle(module: Any) -> str | None:
+    """Why an attention module cannot be converted, or `None`. Its keys would be mixed with the weights of others."""
+    forward = inspect.unwrap(type(module).forward)
+    foreign = sorted(_FOREIGN_KEYS & set(inspect.signature(forward).parameters))
+    if foreign:
+        return f"it attends to keys that others made ({', '.join(foreign)})"
+    if hasattr(module, "kv_lora_rank"):
+        return "it caches compressed keys"
+    if hasattr(module, "indexer"):
+        return "it chooses its keys by an indexer"
+    if inspect.getsource(forward).count("attention_interface(") > 1:
+        return "it attends more than once, to parts of the sequence or of the heads"
+    return None
 
 
 def head_count(module: Any) -> int:

@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 from dcformer.conversion.attention import check_implementation, head_count, is_attention
 from dcformer.conversion.auto import PREFIX
 from dcformer.conversion.layers import is_composition
+from dcformer.models.attention import BACKENDS
 from dcformer.models.generation import widen_paged_cache
 from dcformer.nn import Compose
 
@@ -55,6 +56,8 @@ class Converted(PreTrainedModel):
         """As in transformers; what would leave out the composition is refused."""
         if requested_attention is not None:
             check_implementation(requested_attention)
+        if requested_attention in BACKENDS:  # which get the same masks as "sdpa"
+            super().get_correct_attn_implementation("sdpa", is_init_check)
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     @classmethod
@@ -99,15 +102,24 @@ class Converted(PreTrainedModel):
             kwargs: as in transformers.
 
         Raises:
-            ValueError: this is a part of a converted model, whose configuration does not tell of the composition; or
-                `adapter_only` where the base model came from no checkpoint or is being trained.
+            ValueError: this is a part of a converted model, whose configuration does not tell of the composition, or the
+                model's code came with its checkpoint; or `adapter_only` where the base model came from no checkpoint or is
+                being trained, or together with another option.
         """
         assert self.config_class is not None
         if not isinstance(self.config, self.config_class):
             raise ValueError(f"this {type(self).__name__} is part of a converted model; save that model")
+        if getattr(self.config, "auto_map", None) and not is_known(self.original_class.config_class):
+            # The Auto classes would load what it names, without the composition.
+            raise ValueError(
+                f"the code of {self.original_class.__name__} came with its checkpoint (auto_map), from where a converted model "
+                "cannot be loaded; save its state_dict()"
+            )
         if not adapter_only:
             super().save_pretrained(save_directory, *args, **kwargs)
             return
+        if args or kwargs:
+            raise ValueError(f"adapter_only=True takes no other options, such as {', '.join(kwargs) or repr(args)}")
         if self.base_model_name_or_path is None:
             raise ValueError("adapter_only=True needs a model that was loaded from a checkpoint and then converted")
         trained = [name for name, p in self.named_parameters() if p.requires_grad and not is_composition(name)]
@@ -162,6 +174,12 @@ class Converted(PreTrainedModel):
             model, info = cls.original_class.from_pretrained(
                 config.base_model_name_or_path, *args, config=plain_config(config), output_loading_info=True, **place, **kwargs
             )
+            if info["missing_keys"]:  # such as a new head, which was not saved either
+                names = ", ".join(sorted(info["missing_keys"]))
+                raise ValueError(
+                    f"{config.base_model_name_or_path} lacks weights of the base model: {names}; "
+                    "save a model that has others than its checkpoint without adapter_only"
+                )
             convert_like(model, config.composition)
             model.base_model_name_or_path = config.base_model_name_or_path
             model.base_model_revision = config.base_model_revision
@@ -234,6 +252,11 @@ def composed_class(base: Any) -> Any:
         if mapping is not None:
             register_checkpoint_conversion_mapping(new, mapping, overwrite=True)
     return made
+
+
+def is_known(config: Any) -> bool:
+    """Whether a configuration class is the one that `AutoConfig` has for its model type."""
+    return config.model_type in CONFIG_MAPPING and CONFIG_MAPPING[config.model_type] is config
 
 
 @cache

@@ -9,11 +9,10 @@ import copy
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from dcformer.conversion.attention import IMPLEMENTATIONS, ComposedConfig, ComposeHeads, head_count, is_attention
-from dcformer.conversion.classes import Converted, composed_class, register
+from dcformer.conversion.attention import IMPLEMENTATIONS, ComposedConfig, ComposeHeads, head_count, is_attention, obstacle
+from dcformer.conversion.classes import Converted, composed_class, is_known, register
 from dcformer.conversion.layers import check_heads, choose_layers
 from dcformer.nn import Compose
 
@@ -75,7 +74,7 @@ def _install(model: Any, modules: dict[str, tuple[Any, Compose]], composition: d
         model.config.base_model_name_or_path = model.config.base_model_revision = None
     model.config.composition = composition
     family = model.original_class.config_class
-    if family.model_type in CONFIG_MAPPING and CONFIG_MAPPING[family.model_type] is family:
+    if is_known(family):
         register(family.model_type)
     if model.config._attn_implementation not in IMPLEMENTATIONS:  # such as flash attention
         model.set_attn_implementation(model.get_correct_attn_implementation(None))
@@ -97,6 +96,9 @@ def _make(model: Any, layers: list[str] | None, options: dict[str, Any]) -> dict
 
 
 def _compose(model: Any, name: str, attention: Any, options: dict[str, Any]) -> Compose:
+    reason = obstacle(attention)
+    if reason is not None:
+        raise ValueError(f"{name}, a {type(attention).__name__}, cannot be converted: {reason}; leave it out of layers")
     check_heads(name, head_count(attention), options)
     like = next(attention.parameters())
     compose = Compose(attention.config.hidden_size, head_count(attention), device=like.device, dtype=model.dtype, **options)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from small_models import DECODERS, FAMILIES, GENERATING, generate, inputs, loud, make, outputs
+from small_models import CAUSAL, DECODERS, FAMILIES, GENERATING, MIXED, generate, inputs, loud, make, outputs
 from transformers import AutoConfig
 
 import dcformer
@@ -23,8 +23,13 @@ def test_outputs_stay_the_same_and_come_back(family):
     loud(model)
     changed = outputs(model, given)
     assert (changed - before).abs().max() > 1e-2
-    for name in ("eager", "dc_reference", "dc_chunked", "sdpa"):
-        if name == "eager" or not {"attn_logit_softcapping", "num_local_experts"} & vars(config).keys():
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(outputs(model, given), changed, atol=5e-5, rtol=1e-4)
+    for name in ("dc_reference", "dc_chunked", "sdpa"):
+        if attention == "eager":  # the family has no other
+            with pytest.raises(ValueError, match="does not support"):
+                model.set_attn_implementation(name)
+        else:
             model.set_attn_implementation(name)
             torch.testing.assert_close(outputs(model, given), changed, atol=5e-5, rtol=1e-4, msg=name)
     model.set_attn_implementation(attention)
@@ -94,5 +99,26 @@ def test_attention_of_its_own_is_refused(family):
     model = transformers.AutoModel.from_config(config)
     kind = type(model)
     with pytest.raises(ValueError, match="does not go through transformers' attention interface"):
+        dcformer.convert(model)
+    assert type(model) is kind
+
+
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 10}
+REUSE = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "words"),
+    [
+        ("diffllama", {}, "attends more than once"),
+        ("gemma4_text", {**REUSE, "num_hidden_layers": 4, "layer_types": 2 * MIXED["layer_types"]}, "shared_kv_states"),
+        ("deepseek_v3", {**LATENT, "first_k_dense_replace": 2}, "compressed keys"),
+    ],
+)
+def test_attention_to_other_keys_than_its_own_is_refused(family, options, words):
+    """Their caches hold what is no key of the layer, which took the mixing weights of other positions or heads."""
+    model = transformers.AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**CAUSAL, **options}))
+    kind = type(model)
+    with pytest.raises(ValueError, match=words):
         dcformer.convert(model)
     assert type(model) is kind

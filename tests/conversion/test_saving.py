@@ -9,8 +9,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_models import FAMILIES, inputs, loud, make, outputs
-from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
+from small_models import FAMILIES, SHARED, inputs, loud, make, outputs
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.utils import logging
 
 import dcformer
@@ -169,3 +175,32 @@ def test_the_composition_alone_needs_an_untrained_base_from_a_checkpoint(tmp_pat
     with pytest.raises(ValueError, match="trainable='composition'"):
         model.save_pretrained(tmp_path / "b", adapter_only=True)
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+
+
+def test_a_head_that_the_base_checkpoint_lacks_is_not_left_out(tmp_path):
+    make("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    dcformer.convert(model, trainable="composition").save_pretrained(tmp_path / "adapter", adapter_only=True)
+    with pytest.raises(ValueError, match=r"lacks weights of the base model: score.weight"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "adapter")
+
+
+def test_options_of_saving_that_would_be_ignored_are_refused(adapter, tmp_path):
+    model, _ = adapter
+    with pytest.raises(ValueError, match="adapter_only=True takes no other options, such as state_dict"):
+        model.save_pretrained(tmp_path / "again", adapter_only=True, state_dict=model.state_dict())
+
+
+def test_code_that_came_with_its_checkpoint_is_not_saved(tmp_path):
+    """`AutoModel` would load what `auto_map` names: the base model alone."""
+
+    class TheirConfig(LlamaConfig):
+        model_type = "theirs"
+
+    class Theirs(LlamaForCausalLM):
+        config_class = TheirConfig
+
+    config = TheirConfig(**SHARED, auto_map={"AutoModelForCausalLM": "modeling.Theirs"})
+    with pytest.raises(ValueError, match=r"came with its checkpoint"):
+        dcformer.convert(Theirs(config)).save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
