@@ -1,4 +1,4 @@
-"""Fetches some 190 MB of real text from Debian and writes it as text files, to train on.
+"""Fetches some 220 MB of real text from Debian and writes it as text files, to train on.
 
     python scripts/fetch_corpus.py corpus
     dcformer study scaling --data corpus --out results/scaling
@@ -7,8 +7,8 @@ Needs a Debian system (`apt-get`, `dpkg-deb`), no rights of root. `corpus/` gets
 
 | folder | what | package | licence |
 |---|---|---|---|
-| linux/ | C of nine parts of the kernel, 144 MB, a file each | linux-source-6.1 | GPL-2 |
-| dictionaries/ | GCIDE and WordNet, 49 MB, cut between entries into files of 200 kB | dict-gcide, dict-wn | GPL-2+, WordNet |
+| linux/ | C of nine parts of the kernel, 147 MB, a file each | linux-source-6.1 | GPL-2 |
+| dictionaries/ | GCIDE and WordNet, 71 MB, cut between entries into files of 200 kB | dict-gcide, dict-wn | GPL-2+, WordNet |
 | novels/ | six novels of Jane Austen, 4 MB | r-cran-janeaustenr | public domain |
 
 Training holds out whole files; the dictionaries are cut so that some of each can be.
