@@ -70,6 +70,23 @@ def test_compiled_decoding_with_a_static_cache():
     assert torch.equal(made, generate(model, given, use_cache=False))
 
 
+def test_assisted_decoding_and_prompt_lookup():
+    model, helper = loud(dcformer.convert(make("llama"))), loud(dcformer.convert(make("llama", num_hidden_layers=1), rank=1))
+    ids = torch.randint(2, 96, (1, 9))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    greedy = generate(model, given, use_cache=False)
+    assert torch.equal(generate(model, given, assistant_model=helper), greedy)
+    assert torch.equal(generate(model, given, prompt_lookup_num_tokens=2), greedy)
+
+
+def test_a_cache_is_handed_on_and_cut():
+    model, ids = loud(dcformer.convert(make("llama"))), torch.randint(2, 96, (2, 9))
+    logits = model(ids).logits
+    cache = model(ids[:, :6], use_cache=True)["past_key_values"]
+    cache.crop(-2)
+    torch.testing.assert_close(model(ids[:, 4:], past_key_values=cache).logits, logits[:, 4:], atol=5e-5, rtol=1e-4)
+
+
 def test_continuous_batching():
     model = loud(dcformer.convert(make("llama")))
     prompts = [torch.randint(2, 96, (length,)).tolist() for length in (3, 7, 5)]
