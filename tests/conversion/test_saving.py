@@ -34,14 +34,20 @@ for folder in sys.argv[1:]:
 
 
 @torch.no_grad()
-def test_full_checkpoints_reload_in_a_fresh_process(tmp_path):
+def test_checkpoints_reload_in_a_fresh_process(tmp_path):
+    """Full ones of every family, and the composition of one alone."""
     models = {}
     for family in FAMILIES:
         layers = {"llama": ["model.layers.1"], "gpt2": ["h.0.attn"]}.get(family)
         models[family] = loud(dcformer.convert(make(family), groups=2, rank=1, layers=layers))
         models[family].save_pretrained(tmp_path / family)
-        torch.save(inputs(family), tmp_path / family / "given.pt")
-    folders = [str(tmp_path / family) for family in FAMILIES]
+    make("llama").save_pretrained(tmp_path / "base")
+    alone = loud(dcformer.convert(LlamaForCausalLM.from_pretrained(tmp_path / "base"), trainable="composition"))
+    models["alone/llama"] = alone
+    alone.save_pretrained(tmp_path / "alone/llama", adapter_only=True)
+    for name in models:
+        torch.save(inputs(name.rpartition("/")[2]), tmp_path / name / "given.pt")
+    folders = [str(tmp_path / name) for name in models]
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     subprocess.run([sys.executable, "-c", RELOAD, *folders], check=True, env=os.environ | {"PYTHONPATH": path})
     for family, model in models.items():
