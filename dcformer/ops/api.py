@@ -16,9 +16,11 @@ from dcformer.ops.composition import Composition
 from dcformer.ops.mixers import MIXERS, Call, Mixer, register_mixer
 from dcformer.ops.mixers.chunked import ChunkedMixer
 from dcformer.ops.mixers.cpu import CpuMixer
+from dcformer.ops.mixers.triton import TritonMixer
 
 register_mixer(ChunkedMixer())
 register_mixer(CpuMixer())
+register_mixer(TritonMixer())
 
 
 @dataclass(frozen=True)
