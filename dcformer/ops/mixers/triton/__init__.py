@@ -13,7 +13,6 @@ import os
 import torch
 from torch import Tensor
 
-from dcformer.ops.composition import Composition
 from dcformer.ops.driver import Block, BlockGrads, BlockMixer
 from dcformer.ops.mixers import Call
 
