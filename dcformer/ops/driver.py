@@ -33,9 +33,10 @@ class Block:
 
     Attributes:
         pre, post: compositions with `query` [B, C, 2R+1, N] and `key` [B, S, 2R+1, N], or `None`. Rows of `base` and
-            `query` are contiguous; `key` has stride 1 along S.
+            `query` are contiguous; `key` has stride 1 along S, and finite numbers up to the next multiple of the alignment.
         mask: bool (True = visible) or float (added), [B or 1, N or 1, C or 1, S or 1], or `None`.
         lower, upper: query c sees only the keys j with c + lower <= j < c + upper; `None` means no bound.
+        dtype: of the products that follow. Weights and dscores are best made in it at once.
     """
 
     pre: Composition | None
@@ -43,6 +44,7 @@ class Block:
     mask: Tensor | None
     lower: int | None
     upper: int | None
+    dtype: torch.dtype
 
 
 @dataclass
@@ -57,11 +59,13 @@ class BlockGrads:
 class BlockMixer(ABC):
     """A mixer that mixes the scores of one block of queries; this class walks over the blocks and makes the products.
 
-    Scores come already scaled, [B, N, C, S], in float32, or in float64 for float64 inputs.
+    Scores come already scaled, [B, N, C, S], in float32, or in float64 for float64 inputs. Rows of scores and of key-wise weights,
+    and the first key of a block, lie at multiples of `alignment` elements.
     """
 
     name: str
     priority: int
+    alignment = 1
 
     @abstractmethod
     def refuses(self, call: Call) -> str | None:
@@ -100,7 +104,7 @@ class _Span:
     upper: int | None
 
 
-def _spans(call: Call) -> Iterator[_Span]:
+def _spans(call: Call, alignment: int = 1) -> Iterator[_Span]:
     """The blocks that see any key, in the same order in forward and backward."""
     (B, N, T, _), S, window = call.query.shape, call.key.shape[2], call.window
     limit = _CPU_BLOCK if call.query.device.type == "cpu" else _GPU_BLOCK
@@ -113,7 +117,7 @@ def _spans(call: Call) -> Iterator[_Span]:
     for t0 in range(0, T, C):
         t1 = min(T, t0 + C)
         first, last = t0 + S - T, t1 - 1 + S - T  # positions of the block's first and last query
-        s0 = 0 if window is None else min(S, max(0, first - window + 1))
+        s0 = 0 if window is None else min(S, max(0, first - window + 1)) // alignment * alignment
         s1 = S if window is None else min(S, last + window)
         if call.is_causal:
             s1 = min(s1, last + 1)
@@ -148,18 +152,19 @@ def _mask_part(mask: Tensor | None, span: _Span) -> Tensor | None:
 class _Mixing:
     """What a mixer is given, laid out once a call: in the dtype of the scores, key-wise weights contiguous along the keys."""
 
-    def __init__(self, call: Call):
-        self.dtype = mixing_dtype(call.query.dtype)
-        self.pre, self.post = _laid_out(call.pre, self.dtype), _laid_out(call.post, self.dtype)
+    def __init__(self, call: Call, alignment: int, operand_dtype: torch.dtype):
+        self.dtype, self.alignment, self.operand_dtype = mixing_dtype(call.query.dtype), alignment, operand_dtype
+        self.pre, self.post = (_laid_out(c, self.dtype, alignment) for c in (call.pre, call.post))
         self.mask = call.attn_mask
         if self.mask is not None and self.mask.dtype != torch.bool:
             self.mask = self.mask.to(self.dtype)
-        self.spans = list(_spans(call))
+        self.spans = list(_spans(call, alignment))
         self.heads, self.device = call.query.shape[1], call.query.device
         self._buffers: dict[str, Tensor] = {}
 
     def _shape(self, span: _Span) -> tuple[int, ...]:
-        return span.b.stop - span.b.start, self.heads, span.t.stop - span.t.start, span.s.stop - span.s.start
+        row = _aligned(span.s.stop - span.s.start, self.alignment)
+        return span.b.stop - span.b.start, self.heads, span.t.stop - span.t.start, row
 
     def scores(self, name: str, span: _Span) -> Tensor:
         """The buffer of that name as the scores of a block, [B, N, C, S]; one for all blocks, since fresh pages are slow."""
@@ -167,21 +172,32 @@ class _Mixing:
             size = max(math.prod(self._shape(span)) for span in self.spans)
             self._buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
         shape = self._shape(span)
-        return self._buffers[name][: math.prod(shape)].view(shape)
+        return self._buffers[name][: math.prod(shape)].view(shape)[..., : span.s.stop - span.s.start]
 
     def block(self, span: _Span) -> Block:
         pre, post, mask = _part(self.pre, span), _part(self.post, span), _mask_part(self.mask, span)
-        return Block(pre, post, mask, span.lower, span.upper)
+        return Block(pre, post, mask, span.lower, span.upper, self.operand_dtype)
 
 
-def _laid_out(composition: Composition | None, dtype: torch.dtype) -> Composition | None:
+def _aligned(length: int, alignment: int) -> int:
+    return -(-length // alignment) * alignment
+
+
+def _along_keys(weights: Tensor, dtype: torch.dtype, alignment: int) -> Tensor:
+    """Key-wise weights [B, S, 2R+1, N] with the keys innermost, and zeros behind the last up to the alignment."""
+    B, S, rows, N = weights.shape
+    out = weights.new_zeros(B, rows, N, _aligned(S, alignment), dtype=dtype).movedim(-1, 1)[:, :S]
+    return out.copy_(weights)
+
+
+def _laid_out(composition: Composition | None, dtype: torch.dtype, alignment: int) -> Composition | None:
     if composition is None:
         return None
-    base, query, key, groups = composition.map(lambda part: part.to(dtype))
+    base, query, key, groups = composition
     return Composition(
-        None if base is None else base.contiguous(),
-        None if query is None else query.contiguous(),
-        None if key is None else key.movedim(1, -1).contiguous().movedim(-1, 1),
+        None if base is None else base.to(dtype).contiguous(),
+        None if query is None else query.to(dtype).contiguous(),
+        None if key is None else _along_keys(key, dtype, alignment),
         groups,
     )
 
@@ -252,8 +268,8 @@ class _Dropout:
 
 
 def _forward(mixer: BlockMixer, call: Call) -> tuple[Tensor, Tensor]:
-    mixing = _Mixing(call)
     query, key, value = _operands(call.query, call.key, call.value)
+    mixing = _Mixing(call, mixer.alignment, query.dtype)
     (B, N, T, _), K = query.shape, key.shape[1]
     out = query.new_zeros(B, N, T, value.shape[3])
     statistics = torch.tensor([0, 1], dtype=mixing.dtype, device=query.device).repeat(B, N, T, 1)
@@ -269,8 +285,8 @@ def _forward(mixer: BlockMixer, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _backward(mixer: BlockMixer, call: Call, grad_out: Tensor, statistics: Tensor, mask_needs_grad: bool) -> list[Tensor]:
-    mixing = _Mixing(call)
     query, key, value, grad_out = _operands(call.query, call.key, call.value, grad_out)
+    mixing = _Mixing(call, mixer.alignment, query.dtype)
     K, dtype = key.shape[1], mixing.dtype
     dquery, dkey, dvalue = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (query, key, value))
     dpre, dpost = (None if c is None else c.map(torch.zeros_like) for c in (mixing.pre, mixing.post))

@@ -16,8 +16,7 @@ from torch import Tensor
 from dcformer.ops.driver import Block, BlockGrads, BlockMixer
 from dcformer.ops.mixers import Call
 
-# Heads of a group that a thread's registers hold; with static mixing a program's length grows with their square.
-_MOST_HEADS, _MOST_HEADS_STATIC = 64, 32
+_MOST_HEADS = 64  # of a group, which a warp's registers hold
 
 
 def interprets() -> bool:
@@ -30,9 +29,10 @@ class TritonMixer(BlockMixer):
 
     name = "triton"
     priority = 5  # behind the CPU kernel, which matters to the interpreter alone
+    alignment = 16
 
     def refuses(self, call: Call) -> str | None:
-        """Why not: no GPU that Triton compiles for, no Triton, float64, or groups with too many heads."""
+        """Why not: no GPU that Triton compiles for, no Triton, float64, or groups that are too large or differ."""
         device = call.query.device
         if device.type != "cuda" and not (device.type == "cpu" and interprets()):
             return f"it runs on CUDA devices and query is on {device}"
@@ -42,13 +42,12 @@ class TritonMixer(BlockMixer):
             return f"it needs compute capability 8.0 and {torch.cuda.get_device_name(device)} has less"
         if call.query.dtype == torch.float64:
             return "it mixes in float32, and query is float64"
-        for name, composition in (("pre", call.pre), ("post", call.post)):
-            if composition is not None:
-                heads = call.query.shape[1] // composition.groups
-                most = _MOST_HEADS if composition.base is None else _MOST_HEADS_STATIC
-                if heads > most:
-                    static = "" if composition.base is None else " with static mixing"
-                    return f"it takes at most {most} heads a group{static}, and {name} has {heads}"
+        groups = {name: c.groups for name, c in (("pre", call.pre), ("post", call.post)) if c is not None}
+        if len(set(groups.values())) > 1:
+            return f"it takes equally many groups before and after the softmax, and pre has {groups['pre']}, post {groups['post']}"
+        for name, count in groups.items():
+            if call.query.shape[1] // count > _MOST_HEADS:
+                return f"it takes at most {_MOST_HEADS} heads a group, and {name} has {call.query.shape[1] // count}"
         return None
 
     def mix_forward(self, scores: Tensor, block: Block) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
-"""Composition of a tile of scores inside a kernel, forward and backward, and where its weights lie.
+"""Composition of a tile of scores inside a kernel, forward and backward, and which tile a program has.
 
-A program holds all n heads of one group for a tile of queries and keys: a tuple of n tiles [BT, BS], so that mixing heads is
-arithmetic between registers of one thread. Loops over heads and ranks are unrolled.
+A program holds the n heads of one group (padded to NP) for BT queries and BS keys, a tile [BT, NP, BS], and walks over CHUNK
+queries. Lanes lie along keys first and heads second, so that sums over heads need few exchanges between threads.
 
-B batch, C queries, S keys, N heads = G groups of n, R rank; BT, BS queries and keys of a tile.
+B batch, C queries, S keys, N heads = G groups of n, R rank. Weights come as tiles of pointers to their row 0: query-wise
+[BT, NP, 1], key-wise [1, NP, BS]; `row` is the way from a row to the next. Parts that are `None` are compiled away.
 """
 
 from __future__ import annotations
@@ -13,115 +14,126 @@ import triton.language as tl
 
 
 @triton.jit
-def tile(C, S, G, lower, upper, BT: tl.constexpr, BS: tl.constexpr):
-    """Of this program: batch, group, numbers of the tile along queries and keys, its queries [BT, 1], its keys [1, BS], and
-    whether any of its pairs is visible. Everything is 64 bits wide, and so are offsets made from it."""
-    i_tile = tl.program_id(0).to(tl.int64)
-    n_s, n_t = tl.cdiv(S, BS), tl.cdiv(C, BT)
-    i_s, i_t, i_bg = i_tile % n_s, (i_tile // n_s) % n_t, i_tile // (n_s * n_t)
-    o_t = i_t * BT + tl.arange(0, BT)[:, None]
-    o_s = i_s * BS + tl.arange(0, BS)[None, :]
-    some = (i_s * BS < i_t * BT + BT - 1 + upper) & (i_s * BS + BS > i_t * BT + lower)
-    return i_bg // G, i_bg % G, i_t, i_s, o_t, o_s, some
+def place(C, S, lower, upper, G: tl.constexpr, CHUNK: tl.constexpr, BS: tl.constexpr):
+    """Of this program: batch, group, chunk and tile of keys, its queries from first to last, and whether any pair is visible.
+
+    Batch, chunk and tile are 64 bits wide, and so are offsets made from them.
+    """
+    n_s, n_c = tl.cdiv(S, BS), tl.cdiv(C, CHUNK)
+    i = tl.program_id(0)
+    i_s, i_c, i_bg = i % n_s, (i // n_s) % n_c, i // (n_s * n_c)
+    first = i_c * CHUNK
+    last = tl.minimum(C, first + CHUNK)
+    some = (i_s * BS < last - 1 + upper) & (i_s * BS + BS > first + lower)
+    return (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64), i_c.to(tl.int64), i_s.to(tl.int64), first, last, some
 
 
 @triton.jit
-def weights_at(p_w, i_b, i_head, o, stride_b, stride, stride_head):
-    """Where the weights of a group lie for each query or key, or its static ones; `None` where there are none."""
-    return None if p_w is None else p_w + i_b * stride_b + o * stride + i_head * stride_head
-
-
-@triton.jit
-def load_heads(p_x, stride, mask, n: tl.constexpr):
-    """n tiles, `stride` apart."""
-    xs = ()
-    for i in tl.static_range(n):
-        xs = xs + (tl.load(p_x + i * stride, mask=mask, other=0.0),)  # noqa: RUF005 (Triton has no starred tuples)
-    return xs
-
-
-@triton.jit
-def store_heads(p_x, stride, mask, xs, n: tl.constexpr):
-    """The opposite of `load_heads`."""
-    for i in tl.static_range(n):
-        tl.store(p_x + i * stride, xs[i], mask=mask)
-
-
-@triton.jit
-def softmax(p_a, p_statistics, C, S, m_t, m_x, n: tl.constexpr):
-    """exp(a - largest) / sum of n heads; 0 outside the block."""
-    ps = ()
-    for i in tl.static_range(n):
-        a = tl.load(p_a + i * C * S, mask=m_x, other=-float("inf"))
-        largest = tl.load(p_statistics + 2 * i * C, mask=m_t, other=0.0)
-        total = tl.load(p_statistics + 2 * i * C + 1, mask=m_t, other=1.0)
-        ps = ps + (tl.exp(a - largest) / total,)  # noqa: RUF005
-    return ps
-
-
-@triton.jit
-def dots(xs, p_w, stride_head, mask, n: tl.constexpr):
-    """sum_n x[n] w[n], with the weights of a rank at `p_w`: [BT, 1] or [1, BS]."""
-    h = xs[0] * tl.load(p_w, mask=mask, other=0.0)
-    for i in tl.static_range(1, n):
-        h += xs[i] * tl.load(p_w + i * stride_head, mask=mask, other=0.0)
-    return h
-
-
-@triton.jit
-def hidden(xs, p_w, stride_row, stride_head, mask, n: tl.constexpr, R: tl.constexpr):
-    """The mixed sums of R ranks, whose rows begin at `p_w`."""
+def sums(x, p_w, row, mask, FIRST: tl.constexpr, R: tl.constexpr):
+    """sum_n x[n] w[n] for the R rows from FIRST on: a tuple of tiles [BT, 1, BS]."""
     hs = ()
     for r in tl.static_range(R):
-        hs = hs + (dots(xs, p_w + r * stride_row, stride_head, mask, n),)  # noqa: RUF005
+        w = tl.load(p_w + (FIRST + r) * row, mask=mask, other=0.0)
+        hs = hs + (tl.sum(x * w, 1, keep_dims=True),)  # noqa: RUF005 (Triton has no starred tuples)
     return hs
 
 
 @triton.jit
-def spread(y, x, hs, p_w, stride_row, mask, gate_row: tl.constexpr, first_row: tl.constexpr, R: tl.constexpr):
-    """y + x gate + sum_r h[r] w[r] for one head, `p_w` pointing at its row 0."""
-    y += x * tl.load(p_w + gate_row * stride_row, mask=mask, other=0.0)
+def spread(y, x, hs, p_w, row, mask, FIRST: tl.constexpr, R: tl.constexpr):
+    """y + x gate + sum_r h[r] w[r], with the rows from FIRST on."""
+    y += x * tl.load(p_w + 2 * R * row, mask=mask, other=0.0)
     for r in tl.static_range(R):
-        y += hs[r] * tl.load(p_w + (first_row + r) * stride_row, mask=mask, other=0.0)
+        y += hs[r] * tl.load(p_w + (FIRST + r) * row, mask=mask, other=0.0)
     return y
 
 
 @triton.jit
-def mix(xs, p_base, p_q, p_k, q_row, k_row, k_head, m_t, m_s, n: tl.constexpr, R_Q: tl.constexpr, R_K: tl.constexpr,
-        BACK: tl.constexpr):  # fmt: skip
-    """y = Compose(x) or, with BACK, the gradient of x from that of y: w1 and w2 change places.
-
-    `p_base`, `p_q` [BT, 1] and `p_k` [1, BS] point at the group's first head; missing ones are `None` and cost nothing.
-    """
-    FIRST: tl.constexpr = 1 if BACK else 0
-    if p_q is not None:
-        hq = hidden(xs, p_q + FIRST * R_Q * q_row, q_row, 1, m_t, n, R_Q)
-    if p_k is not None:
-        hk = hidden(xs, p_k + FIRST * R_K * k_row, k_row, k_head, m_s, n, R_K)
-    ys = ()
-    for m in tl.static_range(n):
-        y = xs[m]
-        if p_q is not None:
-            y = spread(y, xs[m], hq, p_q + m, q_row, m_t, 2 * R_Q, (1 - FIRST) * R_Q, R_Q)
-        if p_k is not None:
-            y = spread(y, xs[m], hk, p_k + m * k_head, k_row, m_s, 2 * R_K, (1 - FIRST) * R_K, R_K)
-        if p_base is not None:
-            for i in tl.static_range(n):
-                y += xs[i] * tl.load(p_base + (m * n + i if BACK else i * n + m))
-        ys = ys + (y,)  # noqa: RUF005
-    return ys
+def static(x, p_base, n: tl.constexpr, BACK: tl.constexpr):
+    """sum_n x[n] base[n,m] or, with BACK, sum_m x[m] base[n,m]."""
+    BT: tl.constexpr = x.shape[0]
+    NP: tl.constexpr = x.shape[1]
+    into, of = tl.arange(0, NP)[:, None], tl.arange(0, NP)[None, :]
+    if BACK:
+        p_w = p_base + into * n + of
+    else:
+        p_w = p_base + of * n + into
+    w = tl.load(p_w, mask=(into < n) & (of < n), other=0.0)
+    return tl.dot(tl.broadcast_to(w[None, :, :], [BT, NP, NP]), x, input_precision="tf32x3")
 
 
 @triton.jit
-def grads_of_weights(
-    xs, dys, p_w, p_dw, w_row, w_head, d_row, d_head, m_w, AXIS: tl.constexpr, n: tl.constexpr, R: tl.constexpr
-):
-    """Gradients of query-wise (AXIS = 1) or key-wise (AXIS = 0) weights from one tile, to `p_dw` [BT, 1] or [1, BS]."""
-    hs = hidden(xs, p_w, w_row, w_head, m_w, n, R)
-    dhs = hidden(dys, p_w + R * w_row, w_row, w_head, m_w, n, R)
-    for i in tl.static_range(n):
-        p_head = p_dw + i * d_head
-        for r in tl.static_range(R):
-            tl.store(p_head + r * d_row, tl.expand_dims(tl.sum(dhs[r] * xs[i], AXIS), AXIS), mask=m_w)
-            tl.store(p_head + (R + r) * d_row, tl.expand_dims(tl.sum(hs[r] * dys[i], AXIS), AXIS), mask=m_w)
-        tl.store(p_head + 2 * R * d_row, tl.expand_dims(tl.sum(xs[i] * dys[i], AXIS), AXIS), mask=m_w)
+def mix(
+    x, p_base, p_q, q_row, m_q, p_k, k_row, m_k,
+    n: tl.constexpr, R_Q: tl.constexpr, R_K: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """y = Compose(x) with the mixed sums of queries and keys or, with BACK, the gradient of x from that of y, with theirs."""
+    hq = ()
+    hk = ()
+    if p_q is not None:
+        hq = sums(x, p_q, q_row, m_q, R_Q if BACK else 0, R_Q)
+    if p_k is not None:
+        hk = sums(x, p_k, k_row, m_k, R_K if BACK else 0, R_K)
+    y = x
+    if p_q is not None:
+        y = spread(y, x, hq, p_q, q_row, m_q, 0 if BACK else R_Q, R_Q)
+    if p_k is not None:
+        y = spread(y, x, hk, p_k, k_row, m_k, 0 if BACK else R_K, R_K)
+    if p_base is not None:
+        y += static(x, p_base, n, BACK)
+    return y, hq, hk
+
+
+@triton.jit
+def masked(y, visible, p_mask, m_x):
+    """y + mask, -inf where not visible; `p_mask` is a tile of pointers, to bytes or floats, or `None`."""
+    if p_mask is not None:
+        if p_mask.dtype.element_ty == tl.int8:
+            visible = visible & (tl.load(p_mask, mask=m_x, other=0) != 0)
+        else:
+            y += tl.load(p_mask, mask=m_x, other=0.0)
+    return tl.where(visible, y, -float("inf"))
+
+
+@triton.jit
+def clear(p_out, o_t_stride, o_n, m_ns, first, last, BT: tl.constexpr):
+    """Zeros where a program has nothing to compute; `p_out` [1, 1, BS] and `o_n` [1, NP, 1] lead to query 0."""
+    for t in range(first, last, BT):
+        o_t = t + tl.arange(0, BT)[:, None, None]
+        m = (o_t < last) & m_ns
+        tl.store(p_out + o_n + o_t * o_t_stride, tl.zeros(m.shape, p_out.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def weight_grads(x, dy, hs, dhs, AXIS: tl.constexpr, R: tl.constexpr):
+    """Gradients of the 2R+1 rows of query-wise (AXIS = 2) or key-wise (AXIS = 0) weights from one tile."""
+    grads = ()
+    for r in tl.static_range(R):
+        grads = grads + (tl.sum(dhs[r] * x, AXIS, keep_dims=True),)  # noqa: RUF005
+    for r in tl.static_range(R):
+        grads = grads + (tl.sum(hs[r] * dy, AXIS, keep_dims=True),)  # noqa: RUF005
+    return grads + (tl.sum(x * dy, AXIS, keep_dims=True),)  # noqa: RUF005
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, NP: tl.constexpr, BS: tl.constexpr):
+    """A sum of `weight_grads` of keys before its first term."""
+    rows = ()
+    for _ in tl.static_range(ROWS):
+        rows = rows + (tl.zeros([1, NP, BS], tl.float32),)  # noqa: RUF005
+    return rows
+
+
+@triton.jit
+def added(a, b, ROWS: tl.constexpr):
+    """a + b, row by row."""
+    rows = ()
+    for r in tl.static_range(ROWS):
+        rows = rows + (a[r] + b[r],)  # noqa: RUF005
+    return rows
+
+
+@triton.jit
+def store_rows(p_out, row, mask, rows, ROWS: tl.constexpr):
+    """Rows `row` apart."""
+    for r in tl.static_range(ROWS):
+        tl.store(p_out + r * row, rows[r], mask=mask)

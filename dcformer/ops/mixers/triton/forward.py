@@ -2,7 +2,8 @@
 
 Keys are split over programs in all of them, so that a single query (decoding) fills the device as well.
 
-B batch, C queries of the block, S keys, N heads = G groups of n, R rank; BT, BS queries and keys of a tile.
+B batch, C queries of the block, S keys, N heads = G groups of n, R rank; tiles as in compose.py. Scores have rows `row` apart,
+a multiple of 16 and at least S, so that loads are as wide as they can be; what lies behind S is never used.
 """
 
 from __future__ import annotations
@@ -10,96 +11,116 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dcformer.ops.mixers.triton.compose import load_heads, mix, softmax, store_heads, tile, weights_at
+from dcformer.ops.mixers.triton.compose import clear, masked, mix, place
 
 
-@triton.jit(do_not_specialize=["C", "lower", "upper"])
+@triton.jit(do_not_specialize=["B", "C", "S", "lower", "upper"])
 def compose_scores(
-    p_scores, p_out, p_partial, p_base, p_q, p_k, p_mask,
+    p_x, p_partial, p_base, p_q, p_k, p_mask,
     q_b, q_t, k_b, k_row, k_head, mask_b, mask_n, mask_t, mask_s,
-    B, C, S, G, lower, upper,
-    n: tl.constexpr, R_Q: tl.constexpr, R_K: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
+    B, C, S, row, lower, upper,
+    G: tl.constexpr, n: tl.constexpr, R_Q: tl.constexpr, R_K: tl.constexpr,
+    NP: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """a = Compose(scores) + mask, -inf where not visible, to `p_out`; tiles without visible pairs are left as they are.
+    """a = Compose(scores) + mask in place, -inf where not visible; programs without visible pairs leave it as it is.
 
-    Where `p_partial` [2, tiles of keys, B, N, C] is there: of each row the largest a in the tile and the sum of
+    `p_partial` [2, tiles of keys, B, N, C], zeros before: of each row the largest a in the tile and the sum of
     exp(a - largest).
     """
-    i_b, i_g, i_t, i_s, o_t, o_s, some = tile(C, S, G, lower, upper, BT, BS)
-    m_t, m_s = o_t < C, o_s < S
-    m_x = m_t & m_s
-    stride = C * S
-    o_x = (i_b * G + i_g) * n * stride + o_t * S + o_s
-    if p_partial is not None:
-        rows = tl.arange(0, BT) + i_t * BT
-        p_largest = p_partial + ((i_s * B + i_b) * G + i_g) * n * C + rows
-        p_sum = p_largest + tl.cdiv(S, BS) * B * G * n * C
+    i_b, i_g, _, i_s, first, last, some = place(C, S, lower, upper, G, CHUNK, BS)
     if some:
-        visible = m_x & (o_s >= o_t + lower) & (o_s < o_t + upper)
-        xs = load_heads(p_scores + o_x, stride, m_x, n)
-        at_q, at_k = weights_at(p_q, i_b, i_g * n, o_t, q_b, q_t, 1), weights_at(p_k, i_b, i_g * n, o_s, k_b, 1, k_head)
-        at_base = weights_at(p_base, 0, i_g * n, 0, 0, 0, n)
-        ys = mix(xs, at_base, at_q, at_k, G * n, k_row, k_head, m_t, m_s, n, R_Q, R_K, False)
-        for m in tl.static_range(n):
-            y = tl.where(visible, ys[m], -float("inf"))
+        heads = tl.arange(0, NP)[None, :, None]
+        o_n = i_g * n + heads
+        o_s = i_s * BS + tl.arange(0, BS)[None, None, :]
+        m_n = heads < n
+        m_k = m_n & (o_s < row)
+        at_k = p_k
+        if p_k is not None:
+            at_k = p_k + i_b * k_b + o_n * k_head + o_s
+        at_base = p_base
+        if p_base is not None:
+            at_base = p_base + i_g * n * n
+        for t in range(first, last, BT):
+            o_t = t + tl.arange(0, BT)[:, None, None]
+            m_q = (o_t < last) & m_n
+            m_x = m_q & m_k
+            at_q = p_q
+            if p_q is not None:
+                at_q = p_q + i_b * q_b + o_t * q_t + o_n
+            at_mask = p_mask
             if p_mask is not None:
-                at_mask = p_mask + i_b * mask_b + (i_g * n + m) * mask_n + o_t * mask_t + o_s * mask_s
-                if p_mask.dtype.element_ty == tl.int8:
-                    y = tl.where(tl.load(at_mask, mask=m_x, other=0) != 0, y, -float("inf"))
-                else:
-                    y += tl.load(at_mask, mask=m_x, other=0.0)
-            tl.store(p_out + o_x + m * stride, y, mask=m_x)
-            if p_partial is not None:
-                largest = tl.max(y, 1)
-                finite = tl.where(largest == -float("inf"), 0.0, largest)
-                tl.store(p_largest + m * C, largest, mask=rows < C)
-                tl.store(p_sum + m * C, tl.sum(tl.exp(y - finite[:, None]), 1), mask=rows < C)
-    elif p_partial is not None:
-        for m in tl.static_range(n):
-            tl.store(p_largest + m * C, tl.full([BT], -float("inf"), tl.float32), mask=rows < C)
-            tl.store(p_sum + m * C, tl.zeros([BT], tl.float32), mask=rows < C)
+                at_mask = p_mask + i_b * mask_b + o_n * mask_n + o_t * mask_t + o_s * mask_s
+            o_row = (i_b * G * n + o_n) * C + o_t
+            at_x = p_x + o_row * row + o_s
+            x = tl.load(at_x, mask=m_x, other=0.0)
+            a = mix(x, at_base, at_q, G * n, m_q, at_k, k_row, m_k, n, R_Q, R_K, False)[0]
+            visible = (o_s < S) & (o_s >= o_t + lower) & (o_s < o_t + upper)
+            a = masked(a, visible, at_mask, m_q & (o_s < S))
+            tl.store(at_x, a, mask=m_x)
+            largest = tl.max(a, 2, keep_dims=True)
+            total = tl.sum(tl.exp(a - tl.where(largest == -float("inf"), 0.0, largest)), 2, keep_dims=True)
+            at_largest = p_partial + i_s * B * G * n * C + o_row
+            tl.store(at_largest, largest, mask=m_q)
+            tl.store(at_largest + tl.cdiv(S, BS).to(tl.int64) * B * G * n * C, total, mask=m_q)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
-def unite_statistics(p_partial, p_statistics, rows, tiles, BLOCK: tl.constexpr):
-    """Row statistics [rows, 2] from those of the tiles, [2, tiles, rows]."""
-    o_row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    m_row = o_row < rows
-    largest = tl.full([BLOCK], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    p_largest = p_partial + o_row
-    p_total = p_largest + tl.cast(tiles, tl.int64) * rows
-    for _ in range(tiles):
-        of_tile = tl.load(p_largest, mask=m_row, other=-float("inf"))
-        new = tl.maximum(largest, of_tile)
+def unite_statistics(p_partial, p_statistics, rows, tiles, BR: tl.constexpr, BL: tl.constexpr):
+    """Row statistics [rows, 2] from those of the tiles, [2, tiles, rows]; BL tiles of BR rows at a time."""
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    largest = tl.full([BR], -float("inf"), tl.float32)
+    total = tl.zeros([BR], tl.float32)
+    for i in range(0, tiles, BL):
+        o_l = i + tl.arange(0, BL)[:, None]
+        m = (o_r[None, :] < rows) & (o_l < tiles)
+        at = p_partial + o_l.to(tl.int64) * rows + o_r[None, :]
+        sums_ = tl.load(at + tl.cast(tiles, tl.int64) * rows, mask=m, other=0.0)
+        # A tile that sees nothing was not written, or has the largest score -inf and the sum 0.
+        largests = tl.where(sums_ > 0, tl.load(at, mask=m, other=0.0), -float("inf"))
+        new = tl.maximum(largest, tl.max(largests, 0))
         finite = tl.where(new == -float("inf"), 0.0, new)
-        total = total * tl.exp(largest - finite) + tl.load(p_total, mask=m_row, other=0.0) * tl.exp(of_tile - finite)
+        total = total * tl.exp(largest - finite) + tl.sum(sums_ * tl.exp(largests - finite[None, :]), 0)
         largest = new
-        p_largest += rows
-        p_total += rows
-    tl.store(p_statistics + 2 * o_row, tl.where(largest == -float("inf"), 0.0, largest), mask=m_row)
-    tl.store(p_statistics + 2 * o_row + 1, tl.where(total == 0, 1.0, total), mask=m_row)
+    at = p_statistics + 2 * o_r
+    tl.store(at, tl.where(largest == -float("inf"), 0.0, largest), mask=o_r < rows)
+    tl.store(at + 1, tl.where(total == 0, 1.0, total), mask=o_r < rows)
 
 
-@triton.jit(do_not_specialize=["C", "lower", "upper"])
+@triton.jit(do_not_specialize=["C", "S", "lower", "upper"])
 def compose_weights(
-    p_a, p_statistics, p_base, p_q, p_k,
+    p_a, p_statistics, p_out, p_base, p_q, p_k,
     q_b, q_t, k_b, k_row, k_head,
-    C, S, G, lower, upper,
-    n: tl.constexpr, R_Q: tl.constexpr, R_K: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
+    C, S, row, lower, upper,
+    G: tl.constexpr, n: tl.constexpr, R_Q: tl.constexpr, R_K: tl.constexpr,
+    NP: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """Compose(softmax(a)) in place of a."""
-    i_b, i_g, _, _, o_t, o_s, some = tile(C, S, G, lower, upper, BT, BS)
-    m_t, m_s = o_t < C, o_s < S
-    m_x = m_t & m_s
-    stride = C * S
-    o_head = (i_b * G + i_g) * n
-    p_x = p_a + o_head * stride + o_t * S + o_s
+    """Compose(softmax(a)) to `p_out`, in its dtype."""
+    i_b, i_g, _, i_s, first, last, some = place(C, S, lower, upper, G, CHUNK, BS)
+    heads = tl.arange(0, NP)[None, :, None]
+    o_n = i_g * n + heads
+    o_s = i_s * BS + tl.arange(0, BS)[None, None, :]
+    m_n = heads < n
+    m_k = m_n & (o_s < row)
     if some:
-        ps = softmax(p_x, p_statistics + 2 * (o_head * C + o_t), C, S, m_t, m_x, n)
-        at_q, at_k = weights_at(p_q, i_b, i_g * n, o_t, q_b, q_t, 1), weights_at(p_k, i_b, i_g * n, o_s, k_b, 1, k_head)
-        at_base = weights_at(p_base, 0, i_g * n, 0, 0, 0, n)
-        store_heads(p_x, stride, m_x, mix(ps, at_base, at_q, at_k, G * n, k_row, k_head, m_t, m_s, n, R_Q, R_K, False), n)
+        at_k = p_k
+        if p_k is not None:
+            at_k = p_k + i_b * k_b + o_n * k_head + o_s
+        at_base = p_base
+        if p_base is not None:
+            at_base = p_base + i_g * n * n
+        for t in range(first, last, BT):
+            o_t = t + tl.arange(0, BT)[:, None, None]
+            m_q = (o_t < last) & m_n
+            m_x = m_q & m_k
+            at_q = p_q
+            if p_q is not None:
+                at_q = p_q + i_b * q_b + o_t * q_t + o_n
+            o_row = (i_b * G * n + o_n) * C + o_t
+            a = tl.load(p_a + o_row * row + o_s, mask=m_x, other=-float("inf"))
+            largest = tl.load(p_statistics + 2 * o_row, mask=m_q, other=0.0)
+            total = tl.load(p_statistics + 2 * o_row + 1, mask=m_q, other=1.0)
+            p = tl.exp(a - largest) / total
+            w = mix(p, at_base, at_q, G * n, m_q, at_k, k_row, m_k, n, R_Q, R_K, False)[0]
+            tl.store(p_out + o_row * row + o_s, w.to(p_out.dtype.element_ty), mask=m_x)
     else:
-        for m in tl.static_range(n):
-            tl.store(p_x + m * stride, tl.zeros([BT, BS], tl.float32), mask=m_x)
+        clear(p_out + i_b * G * n * C * row + o_s, row, o_n * C * row, m_k, first, last, BT)

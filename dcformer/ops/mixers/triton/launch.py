@@ -1,9 +1,11 @@
-"""Launches the kernels for a block: tiles, strides, buffers.
+"""Launches the kernels for a block: tiles, strides, buffers for partial sums.
 
-B batch, C queries of the block, S keys, N heads = G groups of n, R rank.
+B batch, C queries of the block, S keys, N heads = G groups of n, R rank; tiles as in compose.py.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,68 +13,150 @@ from torch import Tensor
 
 from dcformer.ops.composition import Composition
 from dcformer.ops.driver import Block, BlockGrads
-from dcformer.ops.mixers.triton import forward
+from dcformer.ops.mixers.triton import backward, forward
 
 _FAR = 1 << 30  # a bound that no block reaches
 
 
-def tile_of(heads: int) -> tuple[int, int]:
-    """Queries and keys of a tile, for one warp: four pairs a thread where 32 heads of them fit into its registers."""
-    return (8, 16) if heads <= 32 else (4, 16)
+class Tile(NamedTuple):
+    """Heads, padded; queries of a program; queries and keys of a tile."""
+
+    NP: int
+    CHUNK: int
+    BT: int
+    BS: int
 
 
-class _Side:
-    """One composition as the kernels take it; without one every head is a group of its own."""
+def tile_of(heads: int, rank: int, has_base: bool, backward: bool) -> Tile:
+    """The tile for one warp: what a thread's registers hold without spilling.
 
-    def __init__(self, composition: Composition | None, scores: Tensor, block: Block):
+    Forward that is 64 scores a thread. Backward it is 32, and 80 sums of gradients of key-wise weights.
+    """
+    NP = max(triton.next_power_of_2(heads), 16 if has_base else 1)  # a product on tensor cores takes 16 at least
+    if not backward:
+        return Tile(NP, 16, max(1, min(8, 64 // NP)), 32)
+    BS = min(32, 1 << (80 * 32 // (NP * (2 * rank + 1))).bit_length() - 1)
+    return Tile(NP, 32, max(1, min(8, 512 // (NP * BS))), BS)
+
+
+class _Problem:
+    """What all kernels of a block take: shapes, weights and strides of both sides, the mask."""
+
+    def __init__(self, scores: Tensor, block: Block, backward: bool):
         B, N, C, S = scores.shape
-        composition = composition or Composition(groups=N)
-        base, query, key = composition[:3]
-        self.heads = N // composition.groups
-        self.tile = tile_of(self.heads)
-        BT, BS = self.tile
-        self.tiles = triton.cdiv(C, BT), triton.cdiv(S, BS)
-        self.grid = (self.tiles[0] * self.tiles[1] * B * composition.groups,)
-        self.weights = base, query, key
-        self.strides = (
-            *((0, 0) if query is None else query.stride()[:2]),
-            *((0, 0, 0) if key is None else (key.stride(0), key.stride(2), key.stride(3))),
-        )
-        lower = -_FAR if block.lower is None else block.lower
-        upper = _FAR if block.upper is None else block.upper
-        self.shape = C, S, composition.groups, lower, upper
-        ranks = (0 if part is None else part.shape[2] // 2 for part in (query, key))
-        self.constants = (self.heads, *ranks, *self.tile)
+        pre, post = block.pre or Composition(), block.post or Composition()
+        groups = pre.groups if block.pre is not None else post.groups if block.post is not None else N
+        lower = -_FAR if block.lower is None else max(-_FAR, block.lower)
+        upper = _FAR if block.upper is None else min(_FAR, block.upper)
+        self.shape = (C, S, scores.stride(2), lower, upper)
+        self.pre, self.post = _weights(pre), _weights(post)
+        self.pre_strides, self.post_strides = _strides(pre), _strides(post)
+        self.pre_ranks, self.post_ranks = _ranks(pre), _ranks(post)
+        has_base = pre.base is not None or post.base is not None
+        tile = tile_of(N // groups, max(*self.pre_ranks, *self.post_ranks), has_base, backward)
+        self.tile = tile._replace(BT=min(tile.BT, triton.next_power_of_2(C)))
+        self.heads = (groups, N // groups)
+        self.tiles, self.chunks = triton.cdiv(S, tile.BS), triton.cdiv(C, tile.CHUNK)
+        self.grid = (self.tiles * self.chunks * B * groups,)
+        mask = block.mask
+        self.mask = mask.view(torch.int8) if mask is not None and mask.dtype == torch.bool else mask
+        self.mask_strides = (0, 0, 0, 0) if mask is None else _broadcast_strides(mask)
 
 
-def _mask(block: Block) -> tuple[Tensor | None, tuple[int, ...]]:
-    mask = block.mask
-    if mask is None:
-        return None, (0, 0, 0, 0)
-    strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
-    return (mask.view(torch.int8) if mask.dtype == torch.bool else mask), strides
+def _weights(composition: Composition) -> tuple[Tensor | None, ...]:
+    return composition[:3]
+
+
+def _strides(composition: Composition) -> tuple[int, ...]:
+    """Of batch and length of the query-wise weights; of batch, row and head of the key-wise ones."""
+    query, key = composition.query, composition.key
+    of_query = (0, 0) if query is None else query.stride()[:2]
+    return (*of_query, *((0, 0, 0) if key is None else (key.stride(0), key.stride(2), key.stride(3))))
+
+
+def _ranks(composition: Composition) -> tuple[int, int]:
+    query, key = (0 if part is None else part.shape[2] // 2 for part in (composition.query, composition.key))
+    return query, key
+
+
+def _broadcast_strides(mask: Tensor) -> tuple[int, ...]:
+    return tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
+
+
+def _like(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty tensor of another dtype whose rows are as far apart as those of the scores."""
+    B, N, C, S = scores.shape
+    return torch.empty(B, N, C, scores.stride(2), dtype=dtype, device=scores.device)[..., :S]
 
 
 def mix_forward(scores: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """See `BlockMixer.mix_forward`; the weights lie in the place of the scores."""
+    """See `BlockMixer.mix_forward`; composed scores lie in the place of the scores."""
+    problem = _Problem(scores, block, backward=False)
     B, N, C, _ = scores.shape
-    pre, post = _Side(block.pre, scores, block), _Side(block.post, scores, block)
-    partial = scores.new_empty(2, pre.tiles[1], B, N, C)
-    mask, mask_strides = _mask(block)
-    forward.compose_scores[pre.grid](
-        scores, scores, partial, *pre.weights, mask, *pre.strides, *mask_strides, B, *pre.shape, *pre.constants, num_warps=1
-    )
+    partial = scores.new_zeros(2, problem.tiles, B, N, C)
+    constants = (*problem.pre_ranks, *problem.tile)
+    forward.compose_scores[problem.grid](
+        scores, partial, *problem.pre, problem.mask, *problem.pre_strides, *problem.mask_strides,
+        B, *problem.shape, *problem.heads, *constants, num_warps=1,
+    )  # fmt: skip
     statistics = scores.new_empty(B, N, C, 2)
     rows = B * N * C
-    forward.unite_statistics[(triton.cdiv(rows, 128),)](partial, statistics, rows, pre.tiles[1], 128, num_warps=4)
-    forward.compose_weights[post.grid](
-        scores, statistics, *post.weights, *post.strides, *post.shape, *post.constants, num_warps=1
-    )
-    return scores, statistics
+    forward.unite_statistics[(triton.cdiv(rows, 32),)](partial, statistics, rows, problem.tiles, 32, 32, num_warps=4)
+    weights = _like(scores, block.dtype)
+    constants = (*problem.post_ranks, *problem.tile)
+    forward.compose_weights[problem.grid](
+        scores, statistics, weights, *problem.post, *problem.post_strides,
+        *problem.shape, *problem.heads, *constants, num_warps=1,
+    )  # fmt: skip
+    return weights, statistics
+
+
+class _Partials:
+    """Sums of gradients of one side, a tile of keys or a chunk of queries each, to be added up."""
+
+    def __init__(self, problem: _Problem, scores: Tensor, grads: Composition | None, ranks: tuple[int, int]):
+        B, N, C, S = scores.shape
+        G, n = problem.heads
+        self.grads = base, query, key = (grads or Composition())[:3]
+        rows = tuple(2 * rank + 1 for rank in ranks)
+        tiles, chunks = problem.tiles, problem.chunks
+        self.base = None if base is None else scores.new_zeros(tiles * chunks * B, G, n, n)
+        self.query = None if query is None else scores.new_zeros(tiles, B, C, rows[0], N)
+        self.key = None if key is None else scores.new_zeros(chunks, B, rows[1], N, S)
+        self.all = self.base, self.query, self.key
+
+    def add(self) -> None:
+        for grad, partial in zip(self.grads[:2], self.all[:2], strict=True):
+            if grad is not None and partial is not None:
+                grad.add_(partial.sum(0))
+        if self.grads[2] is not None and self.key is not None:
+            self.grads[2].add_(self.key.sum(0).movedim(-1, 1))
 
 
 def mix_backward(
     scores: Tensor, dweights: Tensor, statistics: Tensor, block: Block, grads: BlockGrads
 ) -> tuple[Tensor, Tensor]:
-    """See `BlockMixer.mix_backward`."""
-    raise NotImplementedError
+    """See `BlockMixer.mix_backward`; the gradient of p lies in the place of `dweights`, and that of the mask after it."""
+    problem = _Problem(scores, block, backward=True)
+    B, N, C, _ = scores.shape
+    delta = scores.new_zeros(problem.tiles, B, N, C)
+    weights, dscores = (_like(scores, block.dtype) for _ in range(2))
+    of_post = _Partials(problem, scores, grads.post, problem.post_ranks)
+    backward.backward_of_post[problem.grid](
+        scores, statistics, dweights, weights, delta, problem.mask,
+        *problem.pre, *problem.post, *of_post.all,
+        *problem.pre_strides, *problem.post_strides, *problem.mask_strides,
+        B, *problem.shape, *problem.heads, *problem.pre_ranks, *problem.post_ranks, *problem.tile, num_warps=1,
+    )  # fmt: skip
+    of_post.add()
+    of_pre = _Partials(problem, scores, grads.pre, problem.pre_ranks)
+    da = None if grads.mask is None else dweights
+    backward.backward_of_pre[problem.grid](
+        scores, statistics, dweights, delta.sum(0), dscores, da, problem.mask,
+        *problem.pre, *of_pre.all, *problem.pre_strides, *problem.mask_strides,
+        B, *problem.shape, *problem.heads, *problem.pre_ranks, *problem.tile, num_warps=1,
+    )  # fmt: skip
+    of_pre.add()
+    if grads.mask is not None:
+        grads.mask.add_(dweights.sum_to_size(grads.mask.shape))
+    return weights, dscores
