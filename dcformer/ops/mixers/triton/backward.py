@@ -48,13 +48,13 @@ def backward_of_post(
     if some:
         at_pre_k = p_pre_k
         if p_pre_k is not None:
-            at_pre_k = p_pre_k + i_b * pre_k_b + o_n * pre_k_head + o_s
+            at_pre_k = p_pre_k + (i_b * pre_k_b + i_g * n * pre_k_head) + (heads * pre_k_head + o_s)
         at_pre_base = p_pre_base
         if p_pre_base is not None:
             at_pre_base = p_pre_base + i_g * n * n
         at_k = p_k
         if p_k is not None:
-            at_k = p_k + i_b * k_b + o_n * k_head + o_s
+            at_k = p_k + (i_b * k_b + i_g * n * k_head) + (heads * k_head + o_s)
             dk = zeros(2 * R_K + 1, NP, BS)
         at_base = p_base
         if p_base is not None:
@@ -66,7 +66,7 @@ def backward_of_post(
             m_x = m_q & m_k
             at_pre_q = p_pre_q
             if p_pre_q is not None:
-                at_pre_q = p_pre_q + i_b * pre_q_b + o_t * pre_q_t + o_n
+                at_pre_q = p_pre_q + (i_b * pre_q_b + i_g * n) + (o_t * pre_q_t + heads)
             at_mask = p_mask
             if p_mask is not None:
                 at_mask = p_mask + i_b * mask_b + o_n * mask_n + o_t * mask_t + o_s * mask_s
@@ -80,7 +80,7 @@ def backward_of_post(
             p = tl.exp(a - largest) / total
             at_q = p_q
             if p_q is not None:
-                at_q = p_q + i_b * q_b + o_t * q_t + o_n
+                at_q = p_q + (i_b * q_b + i_g * n) + (o_t * q_t + heads)
             w, hq, hk = mix(p, at_base, at_q, G * n, m_q, at_k, k_row, m_k, n, R_Q, R_K, False)
             tl.store(p_w + o_row * row + o_s, w.to(p_w.dtype.element_ty), mask=m_x)
             at_dw = p_dw + o_row * row + o_s
@@ -88,7 +88,7 @@ def backward_of_post(
             dp, dhq, dhk = mix(dw, at_base, at_q, G * n, m_q, at_k, k_row, m_k, n, R_Q, R_K, True)
             tl.store(at_dw, dp, mask=m_x)
             delta = tl.sum(p * dp, 2, keep_dims=True)
-            tl.store(p_delta + i_s * B * G * n * C + o_row, delta, mask=m_q)
+            tl.store(p_delta + tl.cast(i_s, tl.int64) * B * G * n * C + o_row, delta, mask=m_q)
             if p_dq is not None:
                 at_dq = p_dq + ((i_s * B + i_b) * C + o_t) * ((2 * R_Q + 1) * G * n) + o_n
                 store_rows(at_dq, G * n, m_q, weight_grads(p, dw, hq, dhq, 2, R_Q), 2 * R_Q + 1)
@@ -129,7 +129,7 @@ def backward_of_pre(
     if some:
         at_k = p_k
         if p_k is not None:
-            at_k = p_k + i_b * k_b + o_n * k_head + o_s
+            at_k = p_k + (i_b * k_b + i_g * n * k_head) + (heads * k_head + o_s)
             dk = zeros(2 * R_K + 1, NP, BS)
         at_base = p_base
         if p_base is not None:
@@ -141,7 +141,7 @@ def backward_of_pre(
             m_x = m_q & m_k
             at_q = p_q
             if p_q is not None:
-                at_q = p_q + i_b * q_b + o_t * q_t + o_n
+                at_q = p_q + (i_b * q_b + i_g * n) + (o_t * q_t + heads)
             at_mask = p_mask
             if p_mask is not None:
                 at_mask = p_mask + i_b * mask_b + o_n * mask_n + o_t * mask_t + o_s * mask_s

@@ -17,7 +17,7 @@ import triton.language as tl
 def place(C, S, lower, upper, G: tl.constexpr, CHUNK: tl.constexpr, BS: tl.constexpr):
     """Of this program: batch, group, chunk and tile of keys, its queries from first to last, and whether any pair is visible.
 
-    Batch, chunk and tile are 64 bits wide, and so are offsets made from them.
+    Batch and group are 64 bits wide, and so are offsets made from them.
     """
     n_s, n_c = tl.cdiv(S, BS), tl.cdiv(C, CHUNK)
     i = tl.program_id(0)
@@ -25,7 +25,7 @@ def place(C, S, lower, upper, G: tl.constexpr, CHUNK: tl.constexpr, BS: tl.const
     first = i_c * CHUNK
     last = tl.minimum(C, first + CHUNK)
     some = (i_s * BS < last - 1 + upper) & (i_s * BS + BS > first + lower)
-    return (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64), i_c.to(tl.int64), i_s.to(tl.int64), first, last, some
+    return (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64), i_c, i_s, first, last, some
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def sums(x, p_w, row, mask, FIRST: tl.constexpr, R: tl.constexpr):
     """sum_n x[n] w[n] for the R rows from FIRST on: a tuple of tiles [BT, 1, BS]."""
     hs = ()
     for r in tl.static_range(R):
-        w = tl.load(p_w + (FIRST + r) * row, mask=mask, other=0.0)
+        w = tl.load(p_w + tl.cast(row, tl.int64) * (FIRST + r), mask=mask, other=0.0)
         hs = hs + (tl.sum(x * w, 1, keep_dims=True),)  # noqa: RUF005 (Triton has no starred tuples)
     return hs
 
@@ -41,9 +41,9 @@ def sums(x, p_w, row, mask, FIRST: tl.constexpr, R: tl.constexpr):
 @triton.jit
 def spread(y, x, hs, p_w, row, mask, FIRST: tl.constexpr, R: tl.constexpr):
     """y + x gate + sum_r h[r] w[r], with the rows from FIRST on."""
-    y += x * tl.load(p_w + 2 * R * row, mask=mask, other=0.0)
+    y += x * tl.load(p_w + tl.cast(row, tl.int64) * (2 * R), mask=mask, other=0.0)
     for r in tl.static_range(R):
-        y += hs[r] * tl.load(p_w + (FIRST + r) * row, mask=mask, other=0.0)
+        y += hs[r] * tl.load(p_w + tl.cast(row, tl.int64) * (FIRST + r), mask=mask, other=0.0)
     return y
 
 

@@ -27,7 +27,7 @@ def compose_scores(
     `p_partial` [2, tiles of keys, B, N, C], zeros before: of each row the largest a in the tile and the sum of
     exp(a - largest).
     """
-    i_b, i_g, _, i_s, first, last, some = place(C, S, lower, upper, G, CHUNK, BS)
+    i_b, i_g, i_c, i_s, first, last, some = place(C, S, lower, upper, G, CHUNK, BS)
     if some:
         heads = tl.arange(0, NP)[None, :, None]
         o_n = i_g * n + heads
@@ -36,7 +36,7 @@ def compose_scores(
         m_k = m_n & (o_s < row)
         at_k = p_k
         if p_k is not None:
-            at_k = p_k + i_b * k_b + o_n * k_head + o_s
+            at_k = p_k + (i_b * k_b + i_g * n * k_head) + (heads * k_head + o_s)
         at_base = p_base
         if p_base is not None:
             at_base = p_base + i_g * n * n
@@ -46,7 +46,7 @@ def compose_scores(
             m_x = m_q & m_k
             at_q = p_q
             if p_q is not None:
-                at_q = p_q + i_b * q_b + o_t * q_t + o_n
+                at_q = p_q + (i_b * q_b + i_g * n) + (o_t * q_t + heads)
             at_mask = p_mask
             if p_mask is not None:
                 at_mask = p_mask + i_b * mask_b + o_n * mask_n + o_t * mask_t + o_s * mask_s
@@ -59,7 +59,7 @@ def compose_scores(
             tl.store(at_x, a, mask=m_x)
             largest = tl.max(a, 2, keep_dims=True)
             total = tl.sum(tl.exp(a - tl.where(largest == -float("inf"), 0.0, largest)), 2, keep_dims=True)
-            at_largest = p_partial + i_s * B * G * n * C + o_row
+            at_largest = p_partial + tl.cast(i_s, tl.int64) * B * G * n * C + o_row
             tl.store(at_largest, largest, mask=m_q)
             tl.store(at_largest + tl.cdiv(S, BS).to(tl.int64) * B * G * n * C, total, mask=m_q)
 
@@ -95,7 +95,7 @@ def compose_weights(
     NP: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """Compose(softmax(a)) to `p_out`, in its dtype."""
-    i_b, i_g, _, i_s, first, last, some = place(C, S, lower, upper, G, CHUNK, BS)
+    i_b, i_g, i_c, i_s, first, last, some = place(C, S, lower, upper, G, CHUNK, BS)
     heads = tl.arange(0, NP)[None, :, None]
     o_n = i_g * n + heads
     o_s = i_s * BS + tl.arange(0, BS)[None, None, :]
@@ -104,7 +104,7 @@ def compose_weights(
     if some:
         at_k = p_k
         if p_k is not None:
-            at_k = p_k + i_b * k_b + o_n * k_head + o_s
+            at_k = p_k + (i_b * k_b + i_g * n * k_head) + (heads * k_head + o_s)
         at_base = p_base
         if p_base is not None:
             at_base = p_base + i_g * n * n
@@ -114,7 +114,7 @@ def compose_weights(
             m_x = m_q & m_k
             at_q = p_q
             if p_q is not None:
-                at_q = p_q + i_b * q_b + o_t * q_t + o_n
+                at_q = p_q + (i_b * q_b + i_g * n) + (o_t * q_t + heads)
             o_row = (i_b * G * n + o_n) * C + o_t
             a = tl.load(p_a + o_row * row + o_s, mask=m_x, other=-float("inf"))
             largest = tl.load(p_statistics + 2 * o_row, mask=m_q, other=0.0)

@@ -28,15 +28,19 @@ class Tile(NamedTuple):
 
 
 def tile_of(heads: int, rank: int, has_base: bool, backward: bool) -> Tile:
-    """The tile for one warp: what a thread's registers hold without spilling.
+    """The tile for one warp: what its registers hold without spilling (benchmarks/triton_resources.py).
 
-    Forward that is 64 scores a thread. Backward it is 32, and 80 sums of gradients of key-wise weights.
+    Forward that is 32 scores a thread, fewer with higher ranks, more heads, or products with static weights. Backward it is 8,
+    and beside them 40 sums of gradients of key-wise weights.
     """
     NP = max(triton.next_power_of_2(heads), 16 if has_base else 1)  # a product on tensor cores takes 16 at least
-    if not backward:
-        return Tile(NP, 16, max(1, min(8, 64 // NP)), 32)
-    BS = min(32, 1 << (80 * 32 // (NP * (2 * rank + 1))).bit_length() - 1)
-    return Tile(NP, 32, max(1, min(8, 512 // (NP * BS))), BS)
+    if backward:
+        most = 1 << (1280 // max(5, 2 * rank + 1)).bit_length() - 1
+        BS = max(8 if has_base else 4, min(32, most // NP))
+        return Tile(NP, 32, max(1, min(8, 256 // (NP * BS))), BS)
+    most = 1024 >> (rank > 2) >> (heads > 32) >> 2 * has_base
+    BS = min(32, 512 // NP, most // NP)
+    return Tile(NP, 16, min(8, most // (NP * BS)), BS)
 
 
 class _Problem:
@@ -49,7 +53,7 @@ class _Problem:
         lower = -_FAR if block.lower is None else max(-_FAR, block.lower)
         upper = _FAR if block.upper is None else min(_FAR, block.upper)
         self.shape = (C, S, scores.stride(2), lower, upper)
-        self.pre, self.post = _weights(pre), _weights(post)
+        self.pre, self.post = pre[:3], post[:3]
         self.pre_strides, self.post_strides = _strides(pre), _strides(post)
         self.pre_ranks, self.post_ranks = _ranks(pre), _ranks(post)
         has_base = pre.base is not None or post.base is not None
@@ -61,10 +65,6 @@ class _Problem:
         mask = block.mask
         self.mask = mask.view(torch.int8) if mask is not None and mask.dtype == torch.bool else mask
         self.mask_strides = (0, 0, 0, 0) if mask is None else _broadcast_strides(mask)
-
-
-def _weights(composition: Composition) -> tuple[Tensor | None, ...]:
-    return composition[:3]
 
 
 def _strides(composition: Composition) -> tuple[int, ...]:
