@@ -7,30 +7,29 @@ import torch
 from test_backends import results
 
 from dcformer import composed_attention
-from dcformer.ops import explain
 from dcformer.ops.mixers.triton import launch
 from dcformer.testing import assert_within_budget, make_inputs
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 
 # Tiles of launch.py take thousands of small steps of the interpreter; WIDE ones take few. None: those of launch.py.
-WIDE = (16, 8, 32)
+WIDE = (32, 16, 32)
 CASES = {
     "one": (dict(T=1), dict(is_causal=True), None),
-    "own tiles": (dict(N=6, T=35, K=2), dict(is_causal=True), None),
-    "own tiles, 16 heads": (dict(N=16, T=33, S=40, parts="qk"), dict(is_causal=True, window=9), None),
+    "own tiles": (dict(N=6, T=19, K=2), dict(is_causal=True), None),
+    "own tiles, 16 heads": (dict(N=16, T=18, S=35, parts="qk"), dict(is_causal=True, window=9), None),
     "63": (dict(B=2, N=3, T=63, D=8), dict(is_causal=True), WIDE),
     "65 grouped": (dict(N=12, T=65, D=8, K=4, G=2), dict(is_causal=True), WIDE),
-    "129 window": (dict(N=4, T=129, K=2), dict(is_causal=True, window=17), WIDE),
-    "window wider than a tile": (dict(N=4, T=129, parts="qk"), dict(is_causal=True, window=100), WIDE),
+    "129 window": (dict(N=2, T=129, K=1), dict(is_causal=True, window=17), WIDE),
+    "window wider than a tile": (dict(N=3, T=70, parts="qk"), dict(is_causal=True, window=50), WIDE),
     "one head": (dict(N=1, T=65, D=48, parts="qk"), dict(is_causal=True), WIDE),
     "25 heads": (dict(N=25, T=33, D=12), dict(is_causal=True), WIDE),
     "64 heads": (dict(N=64, T=17, D=4, parts="qk"), dict(is_causal=True), WIDE),
     "many rows": (dict(B=11, N=2, T=5, D=8), dict(is_causal=True), WIDE),
-    "bidirectional window": (dict(B=2, T=65), dict(window=5), WIDE),
-    "cross": (dict(B=2, T=33, S=65), dict(), WIDE),
+    "bidirectional window": (dict(T=65), dict(window=5), WIDE),
+    "cross": (dict(B=2, T=21, S=65), dict(), WIDE),
     "more queries than keys": (dict(T=65, S=33), dict(is_causal=True, window=9), WIDE),
-    "bool mask": (dict(T=65, mask="bool"), dict(), WIDE),
+    "bool mask": (dict(T=37, mask="bool"), dict(), WIDE),
     "padding": (dict(B=3, T=33, mask="bool padding"), dict(is_causal=True, window=4), WIDE),
     "float mask": (dict(T=33, mask="float"), dict(is_causal=True), WIDE),
     "float mask by head": (dict(T=33, mask="float heads"), dict(window=11), WIDE),
@@ -81,12 +80,13 @@ def test_error_budget_in_half(dtype, tiles):
     check(make_inputs(B=2, N=12, T=33, K=4, dtype=dtype), is_causal=True)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(window=20)])
+@pytest.mark.parametrize("options", [dict(), dict(window=9)])
 def test_many_blocks(options, tiles, monkeypatch):
     """Small blocks, so that they cross borders in T and in B."""
     monkeypatch.setattr("dcformer.ops.driver._CPU_BLOCK", 300)
+    monkeypatch.setattr("dcformer.ops.driver._MIN_QUERIES", 15)
     tiles(WIDE)
-    check(make_inputs(B=2, T=65, K=2), is_causal=True, **options)
+    check(make_inputs(B=2, T=35, K=2), is_causal=True, **options)
 
 
 def test_rows_without_keys_and_nan_beyond(tiles, monkeypatch):
@@ -136,9 +136,10 @@ def test_what_it_refuses():
     def reason(dtype=torch.float32, pre=None, **sizes):
         inputs = make_inputs(dtype=dtype, **sizes)
         inputs.pre = inputs.pre if pre is None else pre
-        return explain(*inputs.call()).reasons["triton"]
+        with pytest.raises(ValueError) as error:
+            composed_attention(*inputs.call(), backend="triton")
+        return str(error.value)
 
     assert "float64" in reason(torch.float64)
     assert "at most 64 heads" in reason(N=65, T=3)
     assert "equally many groups" in reason(N=4, T=3, pre=make_inputs(N=4, T=3, G=2).pre)
-    assert "faster" in reason()
