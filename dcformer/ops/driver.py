@@ -59,8 +59,8 @@ class BlockGrads:
 class BlockMixer(ABC):
     """A mixer that mixes the scores of one block of queries; this class walks over the blocks and makes the products.
 
-    Scores come already scaled, [B, N, C, S], in float32, or in float64 for float64 inputs. Rows of scores and of key-wise weights,
-    and the first key of a block, lie at multiples of `alignment` elements.
+    Scores come already scaled, [B, N, C, S], in float32, or in float64 for float64 inputs. Rows of scores and of key-wise
+    weights, and the first key of a block, lie at multiples of `alignment` elements.
     """
 
     name: str

@@ -128,7 +128,9 @@ def test_dropout_gradients(tiles):
         torch.manual_seed(2)
         outs.append(composed_attention(q, k, value, pre, post, dropout_p=0.4, backend="triton"))
     torch.testing.assert_close(outs[0] @ inputs.value, outs[1], rtol=1e-4, atol=1e-5)
-    actual, expected = (torch.autograd.grad(o.sum(), inputs.value, retain_graph=True)[0] for o in (outs[1], outs[0] @ inputs.value))
+    actual, expected = (
+        torch.autograd.grad(o.sum(), inputs.value, retain_graph=True)[0] for o in (outs[1], outs[0] @ inputs.value)
+    )
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -44,7 +44,9 @@ class TritonMixer(BlockMixer):
             return "it mixes in float32, and query is float64"
         groups = {name: c.groups for name, c in (("pre", call.pre), ("post", call.post)) if c is not None}
         if len(set(groups.values())) > 1:
-            return f"it takes equally many groups before and after the softmax, and pre has {groups['pre']}, post {groups['post']}"
+            return (
+                f"it takes equally many groups before and after the softmax, and pre has {groups['pre']}, post {groups['post']}"
+            )
         for name, count in groups.items():
             if call.query.shape[1] // count > _MOST_HEADS:
                 return f"it takes at most {_MOST_HEADS} heads a group, and {name} has {call.query.shape[1] // count}"

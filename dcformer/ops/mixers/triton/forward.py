@@ -27,7 +27,7 @@ def compose_scores(
     `p_partial` [2, tiles of keys, B, N, C], zeros before: of each row the largest a in the tile and the sum of
     exp(a - largest).
     """
-    i_b, i_g, i_c, i_s, first, last, some = place(C, S, lower, upper, G, CHUNK, BS)
+    i_b, i_g, _, i_s, first, last, some = place(C, S, lower, upper, G, CHUNK, BS)
     if some:
         heads = tl.arange(0, NP)[None, :, None]
         o_n = i_g * n + heads
@@ -95,7 +95,7 @@ def compose_weights(
     NP: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """Compose(softmax(a)) to `p_out`, in its dtype."""
-    i_b, i_g, i_c, i_s, first, last, some = place(C, S, lower, upper, G, CHUNK, BS)
+    i_b, i_g, _, i_s, first, last, some = place(C, S, lower, upper, G, CHUNK, BS)
     heads = tl.arange(0, NP)[None, :, None]
     o_n = i_g * n + heads
     o_s = i_s * BS + tl.arange(0, BS)[None, None, :]

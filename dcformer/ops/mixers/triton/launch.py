@@ -28,7 +28,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(heads: int, rank: int, has_base: bool, backward: bool) -> Tile:
-    """The tile for one warp: what its registers hold without spilling (benchmarks/triton_resources.py).
+    """The tile for one warp: what its registers hold without spilling.
 
     Forward that is 32 scores a thread, fewer with higher ranks, more heads, or products with static weights. Backward it is 8,
     and beside them 40 sums of gradients of key-wise weights.
