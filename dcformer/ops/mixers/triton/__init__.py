@@ -28,7 +28,7 @@ class TritonMixer(BlockMixer):
     """See `BlockMixer`."""
 
     name = "triton"
-    priority = 5  # behind the CPU kernel, which matters to the interpreter alone
+    priority = -1  # only by name, as long as it has not been measured on a GPU
     alignment = 16
 
     def refuses(self, call: Call) -> str | None:
