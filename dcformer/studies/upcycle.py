@@ -118,6 +118,9 @@ def upcycle(
             name: r["evaluations"][-1]["loss"] for name, r in report["runs"].items() if r["way"] == way and not r["error"]
         }
         report["best"][way] = min(finished, key=finished.__getitem__) if finished else None
+        keep()
+    with explained_disk_errors("the plot", out):
+        _plot(report, out)
     for way in ("pretrained", *WAYS):
         name = "pretrained" if way == "pretrained" else report["best"][way]
         if tasks and name is not None and name not in report["evaluations"]:
@@ -126,8 +129,6 @@ def upcycle(
                 trained, prepared.tokenizer, tasks, include_path=include_path, limit=limit, answers=work / f"answers-{name}"
             )
             keep()
-    with explained_disk_errors("the plot", out):
-        _plot(report, out)
     return report
 
 
