@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_
 from dcformer.conversion.convert import convert
 from dcformer.nn import Compose
 from dcformer.studies.evaluate import evaluate
+from dcformer.studies.plot import save
 from dcformer.studies.provenance import provenance
 from dcformer.training import DataSettings, PreparedData, TrainSettings, prepare_data, train
 from dcformer.training.files import explained_disk_errors, new_folder, write_json
@@ -257,5 +258,4 @@ def _plot(report: dict[str, Any], folder: Path) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    for suffix in ("png", "svg"):
-        figure.savefig(folder / f"upcycle.{suffix}", dpi=150)
+    save(figure, folder, "upcycle")
