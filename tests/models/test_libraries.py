@@ -145,7 +145,8 @@ def test_generation_goes_on_from_its_cache(model, tokens, static):
     settings = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
     first = {"cache": StaticCache(config=model.config, max_cache_len=40)} if static else {}
     part = model.generate(ids, max_new_tokens=5, **settings, **first)
-    out = model.generate(part.sequences, cache=part.cache, max_new_tokens=5, **settings)
+    seen = torch.ones_like(part.sequences)  # else a written 0 would be taken for padding
+    out = model.generate(part.sequences, cache=part.cache, attention_mask=seen, max_new_tokens=5, **settings)
     assert out.sequences.shape == (1, 22)
     check_greedy(model, out.sequences, 10)
 
