@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from dcformer import composed_attention
 from dcformer.ops.mixers import MIXERS
@@ -252,12 +253,16 @@ def test_groups_do_not_mix(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_identity_is_sdpa(backend):
     inputs = make_inputs(B=2, N=4, T=70, D=32, sides="")
-    q, k, v = inputs.call()[:3]
-    actual = composed_attention(q, k, v, is_causal=True, backend=backend)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(actual, expected)
-    grads = [torch.autograd.grad(o.square().sum(), (q, k, v)) for o in (actual, expected)]
-    torch.testing.assert_close(*grads)
+    qkv = inputs.call()[:3]
+    exact = [t.detach().double().requires_grad_() for t in qkv]
+
+    def with_grads(out, given):
+        return out, *torch.autograd.grad(out.square().sum(), given)
+
+    actual = with_grads(composed_attention(*qkv, is_causal=True, backend=backend), qkv)
+    plain, expected = (with_grads(F.scaled_dot_product_attention(*x, is_causal=True), x) for x in (qkv, exact))
+    for i, (a, p, e) in enumerate(zip(actual, plain, expected, strict=True)):
+        assert_within_budget(a, p, e, factor=2 if i == 0 else 3, what="output" if i == 0 else f"gradient {i - 1}")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
