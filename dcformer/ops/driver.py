@@ -22,9 +22,10 @@ from torch import Tensor
 from dcformer.ops.composition import Composition
 from dcformer.ops.mixers import Call
 
-# Scores of one block, all heads: small enough for the last-level cache with its few companions.
+# Scores of one block, all heads. On a CPU they fit into the last-level cache with their few companions; on a GPU they take so
+# long (some 0.1 ms) that the host launches the next block meanwhile. See README.md.
 _CPU_BLOCK, _GPU_BLOCK = 1 << 21, 1 << 25
-_MIN_QUERIES = 28
+_CPU_MIN_QUERIES, _GPU_MIN_QUERIES = 28, 64
 
 
 @dataclass
@@ -104,14 +105,28 @@ class _Span:
     upper: int | None
 
 
+def _block_size(device: torch.device, B: int) -> tuple[int, int, int]:
+    """Scores of a block, about; the least queries of one, for the products; rows of the batch to have in one, where that fits.
+
+    A GPU takes fewer queries of all rows rather than more of one, since it is the launches that cost.
+    """
+    if device.type == "cpu":
+        return _CPU_BLOCK, _CPU_MIN_QUERIES, 1
+    cached = 0
+    if device.type == "cuda":
+        # Scores in float32 and weights in half precision: a cache that holds more of them may.
+        cached = torch.cuda.get_device_properties(device).L2_cache_size // 6
+    return max(_GPU_BLOCK, cached), _GPU_MIN_QUERIES, B
+
+
 def _spans(call: Call, alignment: int = 1) -> Iterator[_Span]:
     """The blocks that see any key, in the same order in forward and backward."""
     (B, N, T, _), S, window = call.query.shape, call.key.shape[2], call.window
-    limit = _CPU_BLOCK if call.query.device.type == "cpu" else _GPU_BLOCK
+    limit, least, together = _block_size(call.query.device, B)
     # Of the C + W keys that a block in a window sees, each query sees W: C beyond W would make masked scores mostly.
-    most = T if window is None else max(_MIN_QUERIES, window)
+    most = T if window is None else max(least, window)
     widest = S if window is None else min(S, most + window)
-    C = min(most, max(_MIN_QUERIES, limit // max(1, N * widest)))
+    C = min(most, max(least, limit // max(1, together * N * widest)))
     C = max(1, min(C, T))
     rows = max(1, min(B, limit // max(1, N * C * widest)))
     for t0 in range(0, T, C):
@@ -218,10 +233,17 @@ def _product(a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
     return out.baddbmm_(a, b, beta=0, alpha=alpha)
 
 
+def _sums_in_float32(device: torch.device) -> bool:
+    """Whether products of half precision can be written in float32, as they were summed."""
+    return device.type == "cuda" and torch.version.cuda is not None
+
+
 def _product_into(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, beta: int = 0) -> None:
     """out = beta out + alpha a b; the factors may have a narrower dtype than `out`."""
     if a.dtype == out.dtype:
         out.baddbmm_(a, b, alpha=alpha, beta=beta)
+    elif _sums_in_float32(out.device) and out.dtype == torch.float32:
+        torch.ops.aten.baddbmm.dtype_out(out, a, b, out.dtype, beta=beta, alpha=alpha, out=out)
     elif beta:
         out.add_(_product(a, b, alpha))
     else:
@@ -257,12 +279,14 @@ class _Dropout:
     """Dropout of a block's final weights in place, the same forward and backward: one generator, seeded anew for each block."""
 
     def __init__(self, seed: Tensor | None, p: float, device: torch.device):
-        self.seed, self.p, self.generator = seed, p, torch.Generator(device)
+        self.p = p
+        self.seed = 0 if seed is None else int(seed)  # on the CPU, so nothing waits
+        self.generator = None if seed is None else torch.Generator(device)
 
     def __call__(self, weights: Tensor, number: int) -> Tensor:
-        if self.seed is None:
+        if self.generator is None:
             return weights
-        self.generator.manual_seed(int(self.seed) + number)
+        self.generator.manual_seed(self.seed + number)
         dropped = torch.rand(weights.shape, generator=self.generator, device=weights.device) < self.p
         return weights.masked_fill_(dropped, 0).mul_(1 / (1 - self.p) if self.p < 1 else 0)
 
@@ -272,7 +296,8 @@ def _forward(mixer: BlockMixer, call: Call) -> tuple[Tensor, Tensor]:
     mixing = _Mixing(call, mixer.alignment, query.dtype)
     (B, N, T, _), K = query.shape, key.shape[1]
     out = query.new_zeros(B, N, T, value.shape[3])
-    statistics = torch.tensor([0, 1], dtype=mixing.dtype, device=query.device).repeat(B, N, T, 1)
+    statistics = query.new_zeros(B, N, T, 2, dtype=mixing.dtype)
+    statistics[..., 1] = 1
     dropout = _Dropout(call.seed, call.dropout_p, query.device)
     for number, span in enumerate(mixing.spans):
         q, k, v = _fold_queries(query, span, K), _fold_keys(key, span), _fold_keys(value, span)

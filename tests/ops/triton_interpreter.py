@@ -84,7 +84,7 @@ def test_error_budget_in_half(dtype, tiles):
 def test_many_blocks(options, tiles, monkeypatch):
     """Small blocks, so that they cross borders in T and in B."""
     monkeypatch.setattr("dcformer.ops.driver._CPU_BLOCK", 300)
-    monkeypatch.setattr("dcformer.ops.driver._MIN_QUERIES", 15)
+    monkeypatch.setattr("dcformer.ops.driver._CPU_MIN_QUERIES", 15)
     tiles(WIDE)
     check(make_inputs(B=2, T=35, K=2), is_causal=True, **options)
 
@@ -116,6 +116,18 @@ def test_decoding_equals_prefill(tiles):
         q, k, v = inputs.query[:, :, start:stop], inputs.key[:, :, :stop], inputs.value[:, :, :stop]
         pieces.append(composed_attention(q, k, v, pre, post, **options))
     torch.testing.assert_close(torch.cat(pieces, 2), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_in_one_graph(tiles):
+    tiles(WIDE)
+    inputs = make_inputs(B=2, K=2, T=20)
+    step = torch.compile(
+        lambda *a: composed_attention(*a, is_causal=True, backend="triton") * 2, fullgraph=True, backend="aot_eager"
+    )
+    outs = [f(*inputs.call()) for f in (step, lambda *a: composed_attention(*a, is_causal=True, backend="triton") * 2)]
+    grads = [torch.autograd.grad(out.sum(), inputs.floats()) for out in outs]
+    for compiled, plain in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
+        torch.testing.assert_close(compiled, plain)
 
 
 def test_dropout_gradients(tiles):
