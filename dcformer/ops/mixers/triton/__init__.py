@@ -52,6 +52,12 @@ class TritonMixer(BlockMixer):
                 return f"it takes at most {_MOST_HEADS} heads a group, and {name} has {call.query.shape[1] // count}"
         return None
 
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        """See `Mixer.forward`. Few queries have kernels of their own, which make the products too."""
+        from dcformer.ops.mixers.triton import launch_decoding
+
+        return launch_decoding.forward(call) if launch_decoding.serves(call) else super().forward(call)
+
     def mix_forward(self, scores: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """See `BlockMixer.mix_forward`."""
         from dcformer.ops.mixers.triton import launch

@@ -54,7 +54,7 @@ def static(x, p_base, n: tl.constexpr, BACK: tl.constexpr):
     NP: tl.constexpr = x.shape[1]
     into, of = tl.arange(0, NP)[:, None], tl.arange(0, NP)[None, :]
     p_w = p_base + into * n + of if BACK else p_base + of * n + into
-    w = tl.load(p_w, mask=(into < n) & (of < n), other=0.0)
+    w = tl.load(p_w, mask=(into < n) & (of < n), other=0.0).to(tl.float32)
     return tl.dot(tl.broadcast_to(w[None, :, :], [BT, NP, NP]), x, input_precision="tf32x3")
 
 
