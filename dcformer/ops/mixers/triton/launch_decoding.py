@@ -5,6 +5,8 @@ B batch, T queries, S keys, N heads = G groups of n, K key heads of H query head
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -14,8 +16,6 @@ from dcformer.ops.mixers import Call
 from dcformer.ops.mixers.triton import decoding
 from dcformer.ops.mixers.triton.launch import _FAR, _broadcast_strides, _ranks
 
-_MOST_QUERIES = 16
-_MOST_SCORES = 4096  # of a tile that composes, for four warps
 _MOST_ROWS = 64  # of a product: the queries of all heads that share a key head
 _MOST_CHANNELS = 256
 
@@ -25,20 +25,32 @@ def _groups(call: Call) -> int:
     return sides[0].groups if sides else call.query.shape[1]
 
 
-def _tile_of_heads(call: Call) -> tuple[int, int]:
-    """NP and BT: heads and queries, padded."""
-    has_base = any(side is not None and side.base is not None for side in (call.pre, call.post))
-    NP = triton.next_power_of_2(call.query.shape[1] // _groups(call))
-    return max(NP, 16 if has_base else 1), triton.next_power_of_2(call.query.shape[2])  # 16: a product on tensor cores
-
-
 def serves(call: Call) -> bool:
-    """Whether the call has so few queries that all of them fit a program, and no dropout."""
+    """Whether the queries are so few that a program takes all of them, and there is no dropout."""
     (_, N, T, D), (K, S, E) = call.query.shape, call.value.shape[1:]
-    if call.dropout_p > 0 or T == 0 or S == 0 or T > _MOST_QUERIES or max(D, E) > _MOST_CHANNELS or E == 0:
-        return False
-    NP, BT = _tile_of_heads(call)
-    return NP * BT * 16 <= _MOST_SCORES and N // K * T <= _MOST_ROWS
+    return call.dropout_p == 0 and 0 < N // K * T <= _MOST_ROWS and S > 0 and 0 < E <= _MOST_CHANNELS and D <= _MOST_CHANNELS
+
+
+class Tile(NamedTuple):
+    """Heads and queries of a tile that composes, rows of one that multiplies, and keys of both."""
+
+    NP: int
+    BT: int
+    BM: int
+    BS: int
+
+
+def tile_of(call: Call) -> Tile:
+    """The tile for eight warps: what their registers hold without spilling."""
+    (_, N, T, D), (K, _, E) = call.query.shape, call.value.shape[1:]
+    sides = [side for side in (call.pre, call.post) if side is not None]
+    has_base = any(side.base is not None for side in sides)
+    rank = max((max(_ranks(side)) for side in sides), default=0)
+    NP = max(triton.next_power_of_2(N // _groups(call)), 16 if has_base else 1)  # a product on tensor cores takes 16 at least
+    most = 2048 >> has_base >> (rank > 2)
+    wide = call.query.dtype == torch.float32 or max(D, E) > 128
+    BS = max(16, min(16 if wide else 32, most // NP))
+    return Tile(NP, max(1, min(triton.next_power_of_2(T), most // (NP * BS))), max(16, triton.next_power_of_2(N // K * T)), BS)
 
 
 def _programs(device: torch.device) -> int:
@@ -59,9 +71,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     (B, N, T, D), (K, S, E) = query.shape, value.shape[1:]
     pre, post = call.pre or Composition(), call.post or Composition()
-    NP, BT = _tile_of_heads(call)
+    tile = tile_of(call)
     BD, BE = (max(16, triton.next_power_of_2(size)) for size in (D, E))
-    BM = max(16, triton.next_power_of_2(N // K * T))
     G = _groups(call)
     heads = (G, N // G, N // K)
 
@@ -71,10 +82,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     lower = -_FAR if window is None else max(-_FAR, first - window + 1)
     upper = first + 1 if call.is_causal else _FAR if window is None else min(_FAR, first + window)
 
-    wide = query.dtype == torch.float32 or max(BD, BE) > 128
-    BS = min(16 if wide else 32, _MOST_SCORES // (NP * BT))
-    tiles = triton.cdiv(stop - start, BS)
-    length = BS * triton.cdiv(tiles, max(1, _programs(query.device) // (B * G)))
+    tiles = triton.cdiv(stop - start, tile.BS)
+    length = tile.BS * triton.cdiv(tiles, max(1, _programs(query.device) // (B * G)))
     splits = triton.cdiv(stop - start, length)
     grid = (splits * B * G,)
     keys = (splits, start, stop, length)
@@ -87,16 +96,16 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     decoding.score_keys[grid](
         query, key, scores, partial, *weights, mask, *query.stride(), *key.stride(), *strides, *mask_strides,
         call.scale, B, T, *keys, lower, upper,
-        *heads, D, *_ranks(pre), NP, BT, BM, BS, BD, num_warps=4, num_stages=3,
+        *heads, D, *_ranks(pre), *tile, BD, num_warps=8, num_stages=3,
     )  # fmt: skip
     statistics = query.new_empty(B, N, T, 2, dtype=torch.float32)
     outs = query.new_empty(splits, B, N, T, E, dtype=torch.float32)
     weights, strides = _weights(post)
-    BL = max(1, min(64, _MOST_SCORES // (NP * BT), triton.next_power_of_2(splits)))
+    BL = max(1, min(64, 4096 // (tile.NP * tile.BT), triton.next_power_of_2(splits)))
     decoding.weigh_values[grid](
         scores, partial, statistics, torch.empty_like(scores, dtype=query.dtype), value, outs, *weights,
         *value.stride(), *strides, B, T, *keys,
-        *heads, E, *_ranks(post), NP, BT, BM, BS, BE, BL, num_warps=4, num_stages=3,
+        *heads, E, *_ranks(post), *tile, BE, BL, num_warps=8, num_stages=3,
     )  # fmt: skip
     out = query.new_empty(B, N, T, E)
     decoding.add_splits[(triton.cdiv(out.numel(), 128),)](outs, out, out.numel(), splits, 8, 128, num_warps=4)
