@@ -5,7 +5,7 @@ them with its values; `add_splits` adds up the outputs in a fixed order. Keys, v
 in the cache. All heads of a group meet in a tile [BT, NP, BS] and the products are made a key head at a time, so the two
 exchange scores and weights through memory that one program alone uses.
 
-B batch, T queries, S keys, N heads = G groups of n, K key heads of H query heads, D and E channels of a key and of a value, R rank.
+B batch, T queries, S keys, N heads = G groups of n, K key heads of H query heads, D and E channels of a key and of a value.
 Keys from `start` to `stop` are visible to some query; a program has `length` of them, whole tiles of BS. Tiles of products have
 BM rows, (head, query) pairs of one key head.
 """

@@ -16,6 +16,7 @@ from dcformer.ops.mixers import Call
 from dcformer.ops.mixers.triton import decoding
 from dcformer.ops.mixers.triton.launch import _FAR, _broadcast_strides, _ranks
 
+_MOST_QUERIES = 8  # with more, outputs of single splits are more bytes than values
 _MOST_ROWS = 64  # of a product: the queries of all heads that share a key head
 _MOST_CHANNELS = 256
 
@@ -26,9 +27,13 @@ def _groups(call: Call) -> int:
 
 
 def serves(call: Call) -> bool:
-    """Whether the queries are so few that a program takes all of them, and there is no dropout."""
+    """Whether the queries are so few that a program takes all of them, without dropout and gradients.
+
+    For gradients the driver makes the scores again, and softmax is best undone on the same bits that it was done on.
+    """
     (_, N, T, D), (K, S, E) = call.query.shape, call.value.shape[1:]
-    return call.dropout_p == 0 and 0 < N // K * T <= _MOST_ROWS and S > 0 and 0 < E <= _MOST_CHANNELS and D <= _MOST_CHANNELS
+    fits = T <= _MOST_QUERIES and N // K * T <= _MOST_ROWS and max(D, E) <= _MOST_CHANNELS and min(T, S, E) > 0
+    return fits and call.dropout_p == 0 and not call.query.requires_grad
 
 
 class Tile(NamedTuple):
@@ -103,7 +108,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     weights, strides = _weights(post)
     BL = max(1, min(64, 4096 // (tile.NP * tile.BT), triton.next_power_of_2(splits)))
     decoding.weigh_values[grid](
-        scores, partial, statistics, torch.empty_like(scores, dtype=query.dtype), value, outs, *weights,
+        scores, partial, statistics, query.new_empty(scores.shape), value, outs, *weights,
         *value.stride(), *strides, B, T, *keys,
         *heads, E, *_ranks(post), *tile, BE, BL, num_warps=8, num_stages=3,
     )  # fmt: skip
