@@ -4,11 +4,12 @@ import os
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcformer import Composition, composed_attention
 from dcformer.ops import driver, reference
 from dcformer.ops.mixers import MIXERS, Call
-from dcformer.ops.mixers.triton import launch_decoding
+from dcformer.ops.mixers.triton import decoding, launch_decoding
 from dcformer.testing import Inputs, assert_within_budget, make_inputs
 
 assert os.environ["TRITON_INTERPRET"] == "1"
@@ -56,7 +57,7 @@ def alone(monkeypatch):
     """The driver is not to serve a call in place of the kernels, and fresh buffers hold NaN."""
     monkeypatch.setattr(driver, "_forward", None)
     empty, new_empty = torch.empty, torch.Tensor.new_empty
-    poison = lambda made: made.fill_(torch.nan) if made.is_floating_point() else made  # noqa: E731
+    poison = lambda made: made.fill_(torch.nan) if made.is_floating_point() and made.device.type == "cpu" else made  # noqa: E731
     monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
 
@@ -176,3 +177,27 @@ def test_what_it_leaves_to_the_driver(monkeypatch):
     monkeypatch.setattr(driver, "_forward", take)
     with torch.enable_grad(), pytest.raises(Taken):
         composed_attention(*make_inputs(T=1).call(), backend="triton")
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_cuda_graph_can_record_it(monkeypatch, window):
+    """Beside the three launches there are views and empty buffers, whose shapes are known."""
+    launches, seen = [], set()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *a, **k: launches.append(grid)
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(str(func.overloadpacket))
+            return func(*args, **(kwargs or {}))
+
+    for name in ("score_keys", "weigh_values", "add_splits"):
+        monkeypatch.setattr(decoding, name, Kernel())
+    inputs = draw(N=16, T=1, S=4096, D=64, mask="bool", dtype=torch.bfloat16, device="meta")
+    call = Call(*inputs.call(), inputs.attn_mask[None, None], None, True, window, 0.125, 0.0)
+    with Recorded():
+        MIXERS["triton"].forward(call)
+    assert len(launches) == 3 and launches[0] == launches[1]
+    assert seen <= {"aten.new_empty", "aten.view", "aten.detach"}
