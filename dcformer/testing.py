@@ -5,12 +5,14 @@ B batch, T queries, S keys, N heads, K key/value heads, D head dim, R rank, G gr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dcformer.ops import Composition
+from dcformer.ops import Composition, composed_attention
 
 
 @dataclass
@@ -72,7 +74,7 @@ def make_inputs(
     S, K = T if S is None else S, N if K is None else K
 
     def draw(*shape: int, std: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, dtype=torch.float64) * std).to(device, dtype).requires_grad_()
+        return (torch.randn(*shape, dtype=torch.float64, device=device) * std).to(dtype).requires_grad_()
 
     def composition(side: str) -> Composition | None:
         if side not in sides.split():
@@ -122,3 +124,40 @@ def assert_within_budget(actual: Tensor, eager: Tensor, exact: Tensor, factor: f
         got, size, reference = (float(measure(e)) for e in (error, exact.detach().abs(), eager_error))
         allowed = times * factor * reference + rounding * size
         assert got <= allowed, f"{what}: {name} error {got:.3g} exceeds {allowed:.3g} (eager {reference:.3g})"
+
+
+def results(inputs: Inputs, grad: Tensor, **options: Any) -> list[Tensor]:
+    """The output of `composed_attention`, and the gradients of all of `inputs.floats()` where that of the output is `grad`."""
+    out = composed_attention(*inputs.call(), attn_mask=inputs.attn_mask, **options)
+    return [out, *torch.autograd.grad(out, inputs.floats(), grad.to(out.dtype))]
+
+
+def check_backend(draw: Callable[[], Inputs], backend: str, **options: Any) -> None:
+    """Checks output and all gradients of a backend against the reference in float64.
+
+    Errors of some draws of a small case are pooled, each relative to its largest value.
+
+    Args:
+        draw: gives fresh inputs of the case.
+        backend: what is tested.
+        options: of `composed_attention`.
+
+    Raises:
+        AssertionError: as `assert_within_budget`.
+    """
+    small = draw().query.shape[2] < 1000
+    pooled: list[list[tuple[Tensor, ...]]] = []
+    for _ in range(5 if small else 1):
+        inputs = draw()
+        grad = torch.randn(inputs.query.shape, device=inputs.query.device)
+        exact = results(inputs.to(torch.float64), grad, backend="reference", **options)
+        eager = results(inputs, grad, backend="reference", **options)
+        actual = results(inputs, grad, backend=backend, **options)
+        sizes = [e.detach().abs().max().clamp_min(1e-30) for e in exact]
+        pooled.append(
+            [tuple(t.detach() / s for t in (a, r, e)) for a, r, e, s in zip(actual, eager, exact, sizes, strict=True)]
+        )
+    for i, tensors in enumerate(zip(*pooled, strict=True)):
+        actual_all, eager_all, exact_all = (torch.stack(parts) for parts in zip(*tensors, strict=True))
+        what = "output" if i == 0 else f"gradient {i - 1}"
+        assert_within_budget(actual_all, eager_all, exact_all, factor=2 if i == 0 else 3, what=what)

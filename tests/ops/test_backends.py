@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from dcformer import composed_attention
 from dcformer.ops.mixers import MIXERS
-from dcformer.testing import Inputs, assert_within_budget, make_inputs
+from dcformer.testing import Inputs, assert_within_budget, check_backend, make_inputs, results
 
 BACKENDS = list(MIXERS)
 
@@ -45,36 +45,12 @@ CASES = {
 }
 
 
-def results(inputs: Inputs, grad: torch.Tensor, **options) -> list[torch.Tensor]:
-    out = composed_attention(*inputs.call(), attn_mask=inputs.attn_mask, **options)
-    return [out, *torch.autograd.grad(out, inputs.floats(), grad.to(out.dtype))]
-
-
-def check(draw, backend: str, **options) -> None:
-    """Pools the errors of some draws of a small case, each relative to its largest value."""
-    small = draw().query.shape[2] < 1000
-    pooled: list[list[tuple[torch.Tensor, ...]]] = []
-    for _ in range(5 if small else 1):
-        inputs = draw()
-        grad = torch.randn(inputs.query.shape)
-        exact = results(inputs.to(torch.float64), grad, backend="reference", **options)
-        eager = results(inputs, grad, backend="reference", **options)
-        actual = results(inputs, grad, backend=backend, **options)
-        sizes = [e.detach().abs().max().clamp_min(1e-30) for e in exact]
-        pooled.append(
-            [tuple(t.detach() / s for t in (a, r, e)) for a, r, e, s in zip(actual, eager, exact, sizes, strict=True)]
-        )
-    for i, tensors in enumerate(zip(*pooled, strict=True)):
-        stacked = [torch.stack(parts) for parts in zip(*tensors, strict=True)]
-        assert_within_budget(*stacked, factor=2 if i == 0 else 3, what="output" if i == 0 else f"gradient {i - 1}")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_error_budget(backend, case, dtype):
     sizes, options = CASES[case]
-    check(lambda: make_inputs(dtype=dtype, **sizes), backend, **options)
+    check_backend(lambda: make_inputs(dtype=dtype, **sizes), backend, **options)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -112,7 +88,7 @@ def test_threads(backend, threads):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        check(lambda: make_inputs(B=3, N=6, T=260, K=2, mask="float"), backend, is_causal=True)
+        check_backend(lambda: make_inputs(B=3, N=6, T=260, K=2, mask="float"), backend, is_causal=True)
         inputs = make_inputs(B=3, N=6, T=260, K=2, mask="float")
         grad = torch.randn(inputs.query.shape)
         first, again = (results(inputs, grad, backend=backend, is_causal=True) for _ in range(2))

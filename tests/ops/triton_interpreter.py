@@ -4,11 +4,10 @@ import os
 
 import pytest
 import torch
-from test_backends import results
 
 from dcformer import composed_attention
 from dcformer.ops.mixers.triton import launch
-from dcformer.testing import assert_within_budget, make_inputs
+from dcformer.testing import assert_within_budget, make_inputs, results
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 
