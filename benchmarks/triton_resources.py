@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,11 +40,12 @@ from triton.runtime.jit import JITFunction
 
 from dcformer.ops import Composition
 from dcformer.ops.driver import Block, BlockGrads
-from dcformer.ops.mixers.triton import backward, forward, launch
+from dcformer.ops.mixers import Call
+from dcformer.ops.mixers.triton import backward, decoding, forward, launch, launch_decoding
 from dcformer.studies.provenance import provenance
 from dcformer.training.files import write_json, write_text
 
-HEADS, ARCHS, RANK = (16, 32), (80, 90, 100), 2
+HEADS, HEAD_DIMS, ARCHS, RANK = (16, 32), (64, 80, 128), (80, 90, 100), 2
 PARTS = ("qk", "qkb")  # query- and key-wise weights, and a static base beside them
 # Of one multiprocessor, after the CUDA programming guide: KiB of shared memory, bytes of it that a program loses,
 # the most programs, registers, warps.
@@ -130,6 +132,23 @@ def mixer_launches(family: str, N: int, parts: str, C: int = 64, S: int = 4096) 
     return launches
 
 
+def decoding_launches(N: int, D: int, parts: str, S: int = 4096) -> list[Launch]:
+    """Those of one query in bfloat16, with key-wise weights behind keys and values as a cache has them."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, device="meta", dtype=torch.bfloat16)
+
+    cached = [empty(1, N, S, D + 2 * RANK + 1) for _ in range(2)]
+    sides = [
+        Composition(empty(1, N, N) if "b" in parts else None, empty(1, 1, 2 * RANK + 1, N), c[..., D:].permute(0, 2, 3, 1))
+        for c in cached
+    ]
+    key, value = (c[..., :D] for c in cached)
+    with recorded(decoding) as launches:
+        launch_decoding.forward(Call(empty(1, N, 1, D), key, value, *sides, None, None, True, None, D**-0.5, 0.0))
+    return launches
+
+
 def compiled(launch: Launch, arch: int) -> CompiledKernel:
     """As Triton would compile it at that launch, with its specialisations for 1, multiples of 16 and `None`."""
     signature: dict[str, str] = {}
@@ -202,6 +221,9 @@ def lines(heads: list[int], archs: list[int]) -> Iterator[Line]:
                 for recorded_launch in mixer_launches(family, N, parts):
                     for arch in archs:
                         yield measure(family, recorded_launch, arch, N, parts)
+    for N, parts, D, arch in product(heads, PARTS, HEAD_DIMS, archs):
+        for recorded_launch in decoding_launches(N, D, parts):
+            yield measure("decoding", recorded_launch, arch, N, parts, str(D))
 
 
 def main() -> None:

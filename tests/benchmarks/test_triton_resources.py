@@ -23,6 +23,12 @@ def test_one_kernel(tmp_path, monkeypatch):
     assert 32 <= line.registers <= 255 and line.shared > 0 and 0 < line.occupancy <= 0.5
 
 
+def test_decoding():
+    """What is launched for one query and its cache is recorded."""
+    launches = runpy.run_path(str(BENCHMARK))["decoding_launches"](4, 80, "qkb")
+    assert [launch.kernel.__name__ for launch in launches] == ["score_keys", "weigh_values", "add_splits"]
+
+
 def test_occupancy():
     occupancy = runpy.run_path(str(BENCHMARK))["occupancy"]
     assert occupancy(90, 32, 0, 1) == (0.5, "programs")
