@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from dcformer.studies.provenance import provenance
 from dcformer.studies.report import Run, spread
 from dcformer.studies.rivals import DifferentialConfig, GatedConfig
 from dcformer.studies.runs import Runs, describe
+from dcformer.studies.times import step_times
 from dcformer.training import DataSettings, prepare_data, with_vocabulary
 from dcformer.training.files import explained_disk_errors, write_json, write_text
 
@@ -86,7 +86,10 @@ def ablation(
     All rows have the same data, order of data, number of tokens and settings, the learning rate included. Local layers see an
     eighth of the row. A run that is done is not done again, wherever it was done.
 
-    `out` then holds summary.json, ablation.png, ablation.svg, paragraph.md and runs/ with a small record of each run.
+    Steps of all rows are timed first (see `dcformer.studies.times`).
+
+    `out` then holds summary.json, ablation.png, ablation.svg, paragraph.md, times.json and runs/ with a small record of each
+    run.
 
     Args:
         data: what to train on.
@@ -97,8 +100,8 @@ def ablation(
 
     Returns:
         What summary.json holds: `format`, `complete`, `settings`, `data`, `provenance` of the writing process, `models` (of
-        each row parameters, training FLOPs a token, configuration), `runs` (all, the failed ones too), and `rows`: what `rank`
-        finds.
+        each row parameters, training FLOPs a token, seconds a step, configuration), `timed` (where steps were timed), `runs`
+        (all, the failed ones too), and `rows`: what `rank` finds.
 
     Raises:
         ValueError: a setting is out of range, or a folder holds something else.
@@ -116,6 +119,9 @@ def ablation(
     steps = math.ceil(settings.tokens / step)
     planned = settings.seeds * steps * step * sum(model["flops_per_token"] for model in models.values())
     runs = Runs(out, work, planned, console)
+    times = step_times(configs, prepared, {k: v for k, v in settings.train.items() if k != "learning_rate"}, out, console)
+    for name, about in models.items():
+        about["step_seconds"] = times["seconds"][name]
     report: dict[str, Any] = {
         "format": 1,
         "complete": False,
@@ -130,6 +136,7 @@ def ablation(
         "data": {name: value for name, value in prepared.summary.items() if name != "cached"},
         "provenance": provenance(),
         "models": models,
+        "timed": times["provenance"],
         "runs": [],
     }
     for seed in range(settings.seeds):
@@ -138,7 +145,7 @@ def ablation(
             del run["evaluations"]
             report["runs"].append({"row": name} | run)
             report["complete"] = len(report["runs"]) == settings.seeds * len(configs)
-            report["rows"] = rank(report["runs"], models, step)
+            report["rows"] = rank(report["runs"], models)
             with explained_disk_errors("the summary", out):
                 write_json(out / "summary.json", report)
                 write_text(out / "paragraph.md", paragraph(report) + "\n")
@@ -146,28 +153,24 @@ def ablation(
     return report
 
 
-def rank(runs: list[Run], models: dict[str, dict[str, Any]], tokens_per_step: int) -> list[dict[str, Any]]:
+def rank(runs: list[Run], models: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows, best first; those of which no run finished last.
 
     Args:
-        runs: each with `row`, `error`, `loss` and `tokens_per_second`.
-        models: of each row `parameters` and `flops_per_token`.
-        tokens_per_step: of training.
+        runs: each with `row`, `error` and `loss`.
+        models: of each row `parameters`, `flops_per_token` and `step_seconds`.
 
     Returns:
-        Of each row `row`, `parameters`, `flops_per_token`, `step_seconds` (median over steps, then over seeds), `loss` (spread
-        over seeds) and `diverged` (how many runs).
+        Of each row `row`, `parameters`, `flops_per_token`, `step_seconds`, `loss` (spread over seeds) and `diverged` (how many
+        runs).
     """
     rows = []
     for name in dict.fromkeys(run["row"] for run in runs):
         these = [run for run in runs if run["row"] == name]
-        speeds = [run["tokens_per_second"] for run in these if run["tokens_per_second"]]
         rows.append(
             {
                 "row": name,
-                "parameters": models[name]["parameters"],
-                "flops_per_token": models[name]["flops_per_token"],
-                "step_seconds": tokens_per_step / statistics.median(speeds) if speeds else None,
+                **{what: models[name][what] for what in ("parameters", "flops_per_token", "step_seconds")},
                 "loss": spread([run["loss"] for run in these if run["error"] is None]),
                 "diverged": sum(run["error"] is not None for run in these),
             }
@@ -193,10 +196,8 @@ def paragraph(report: dict[str, Any]) -> str:
         loss = "" if mean is None else f"{mean:.4f}" + ("" if sd is None else f" ± {sd:.4f}")
         if row["diverged"]:
             loss += f" ({row['diverged']} diverged)"
-        time = "" if row["step_seconds"] is None else f"{row['step_seconds']:.3f}"
-        lines.append(
-            f"| {row['row']} | {loss.strip()} | {row['parameters'] / 1e6:.3f} M | {row['flops_per_token'] / 1e6:.2f} | {time} |"
-        )
+        cost = f"{row['parameters'] / 1e6:.3f} M | {row['flops_per_token'] / 1e6:.2f} | {row['step_seconds']:.3f}"
+        lines.append(f"| {row['row']} | {loss.strip()} | {cost} |")
     if not report["complete"]:
         lines += ["", "The ablation is not complete."]
     return "\n".join(lines)

@@ -18,6 +18,7 @@ from dcformer.studies.plot import plot_scaling
 from dcformer.studies.provenance import provenance
 from dcformer.studies.report import NAMES, Run, spread
 from dcformer.studies.runs import Runs, describe
+from dcformer.studies.times import step_times
 from dcformer.training import DataSettings, PreparedData, prepare_data, with_vocabulary
 from dcformer.training.files import explained_disk_errors, write_json, write_text
 
@@ -74,7 +75,10 @@ def scaling(data: DataSettings, ladder: Ladder, out: Path, work: Path, *, consol
     Both models of a rung have the same shape, data, order of data, number of tokens and settings but for the learning rate,
     which is chosen for each from the same ones. A run that is done is not done again, wherever it was done.
 
-    `out` then holds summary.json, scaling.png, scaling.svg, paragraph.md and runs/ with a small record of each run.
+    Steps of all models are timed first (see `dcformer.studies.times`), so that runs may share the machine or be of several.
+
+    `out` then holds summary.json, scaling.png, scaling.svg, paragraph.md, times.json and runs/ with a small record of each
+    run.
 
     Args:
         data: what to train on.
@@ -85,9 +89,9 @@ def scaling(data: DataSettings, ladder: Ladder, out: Path, work: Path, *, consol
 
     Returns:
         What summary.json holds: `format`, `complete`, `settings`, `data`, `provenance` of the writing process, `rungs` (of each
-        `parameters` without embeddings, `steps`, `tokens`, `epochs`, and both models' parameters, training FLOPs a token and
-        configuration), `rates` (chosen, by model and rung), `runs` (all, the failed ones and the worse rates too), and what
-        `summarize` finds.
+        `parameters` without embeddings, `steps`, `tokens`, `epochs`, and both models' parameters, training FLOPs a token,
+        seconds a step and configuration), `timed` (where the steps were timed), `rates` (chosen, by model and rung), `runs`
+        (all, the failed ones and the worse rates too), and what `summarize` finds.
 
     Raises:
         ValueError: a setting is out of range, or a folder holds something else.
@@ -101,6 +105,11 @@ def scaling(data: DataSettings, ladder: Ladder, out: Path, work: Path, *, consol
         flops * (ladder.seeds - 1 + (len(ladder.rates) if i < ladder.tuned else 1)) for i, flops in enumerate(of_both)
     )
     runs = Runs(out, work, planned, console)
+    shapes = {f"{model}-{rung.name}": config for rung in rungs for model, config in rung.configs.items()}
+    times = step_times(shapes, prepared, ladder.train, out, console)
+    for rung in rungs:
+        for model, about in rung.models.items():
+            about["step_seconds"] = times["seconds"][f"{model}-{rung.name}"]
     report: dict[str, Any] = {
         "format": 1,
         "complete": False,
@@ -120,6 +129,7 @@ def scaling(data: DataSettings, ladder: Ladder, out: Path, work: Path, *, consol
             }
             for rung in rungs
         },
+        "timed": times["provenance"],
         "rates": {model: {} for model in NAMES},
         "runs": [],
     }
@@ -142,14 +152,13 @@ def summarize(runs: list[Run], rates: dict[str, dict[str, float]]) -> dict[str, 
     """What the runs at the chosen rates say.
 
     Args:
-        runs: each with `rung`, `model`, `learning_rate`, `seed`, `error`, `loss`, `flops`, `seconds`, `machine`.
+        runs: each with `rung`, `model`, `learning_rate`, `seed`, `error`, `loss`, `flops`, `seconds`.
         rates: chosen, by model and rung.
 
     Returns:
         `losses`: spread over seeds by rung and model, of rungs where both models finished; `flops` and `seconds`: what
-        `dcformer.studies.fit.multipliers` finds with that cost, its `at` with the `rung`; nothing in seconds where runs are
-        from different machines; `machines`, of these runs; `at_edge`: model and rung where the best rate tried was the least or
-        the largest; `failed`: names of runs that diverged.
+        `dcformer.studies.fit.multipliers` finds with that cost, its `at` with the `rung`; `at_edge`: model and rung where the
+        best rate tried was the least or the largest; `failed`: names of runs that diverged.
     """
     finished = [run for run in runs if run["error"] is None and rates[run["model"]].get(run["rung"]) == run["learning_rate"]]
     of = {
@@ -158,13 +167,8 @@ def summarize(runs: list[Run], rates: dict[str, dict[str, float]]) -> dict[str, 
         for model in NAMES
     }
     rungs = [rung for rung in dict.fromkeys(rung for rung, _ in of) if all(of[rung, model] for model in NAMES)]
-    machines: list[dict[str, Any]] = []
-    for run in (run for rung in rungs for model in NAMES for run in of[rung, model]):
-        if run["machine"] not in machines:
-            machines.append(run["machine"])
     found: dict[str, Any] = {
         "losses": {rung: {model: spread([run["loss"] for run in of[rung, model]]) for model in NAMES} for rung in rungs},
-        "machines": machines,
         "at_edge": _at_edge(runs, rates),
         "failed": [run["name"] for run in runs if run["error"] is not None],
     }
@@ -173,10 +177,9 @@ def summarize(runs: list[Run], rates: dict[str, dict[str, float]]) -> dict[str, 
         for model in NAMES:
             these = [run for rung in rungs for run in of[rung, model]]
             points[model] = (np.array([run[cost] for run in these]), np.array([run["loss"] for run in these]))
-        compared = rungs if cost == "flops" or len(machines) == 1 else []
-        at = np.array([statistics.fmean(run[cost] for run in of[rung, "dcformer"]) for rung in compared])
+        at = np.array([statistics.fmean(run[cost] for run in of[rung, "dcformer"]) for rung in rungs])
         found[cost] = multipliers(points, "dcformer", "transformer", at)
-        found[cost]["at"] = [{"rung": rung} | each for rung, each in zip(compared, found[cost]["at"], strict=False)]
+        found[cost]["at"] = [{"rung": rung} | each for rung, each in zip(rungs, found[cost]["at"], strict=False)]
     return found
 
 
@@ -204,8 +207,6 @@ def paragraph(report: dict[str, Any]) -> str:
                 f"At the loss that the DCFormer has, the Transformer++ needs {_times(report[cost]['at'][-1])} its {noun} at "
                 f"{last}, by the fitted laws ({', '.join(_short(each) for each in report[cost]['at'])})."
             )
-    if len(report["machines"]) > 1:
-        text.append("Times are not compared: the runs are of different machines.")
     text.append("The paper reports 1.7 to 2.0 times the compute at 405M to 6.9B parameters.")
     if report["at_edge"]:
         text.append(f"The best rate was the least or largest tried: {', '.join(report['at_edge'])}.")
@@ -230,6 +231,7 @@ def _climb(
     settings = ladder.train | {"steps": rung.steps, "learning_rate": rate, "seed": seed}
     run = runs.get(f"{model}-{rung.name}-lr{rate:g}-seed{seed}", rung.configs[model], data, settings)
     del run["evaluations"]
+    run["seconds"] = rung.steps * rung.models[model]["step_seconds"]
     report["runs"].append({"rung": rung.name, "model": model, "learning_rate": rate} | run)
     _write(report, out)
 

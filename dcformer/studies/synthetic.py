@@ -60,7 +60,7 @@ class Synthetic:
     texts: int = 40_000
     evaluated: int = 25
     tokens: int = 8_000_000
-    vocab_size: int = 1024
+    vocab_size: int = 2048
     block_size: int = 256
     seeds: int = 1
     train: dict[str, Any] = field(

@@ -1,7 +1,7 @@
 """Small tasks about who owns, likes or does what, as the authors of arXiv 2405.08553 have: drawn by chance, fixed by a seed.
 
-A line states facts and asks something; the answer is in brackets. A text has a few lines of one family: the first of them,
-without brackets, show what is asked.
+A line states facts, between < and >, and asks something; the answer is in brackets. A text has a few lines of one family: the
+first of them, without brackets, show what is asked. All words follow a space, so that a word is the same tokens everywhere.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def training_texts(count: int, seed: int = 0) -> Iterator[str]:
     tasks, facts = texts("train", count, seed), _lexicon(random.Random(f"{seed} lexicon"))
     for index in range(count):
         if index % _LEXICON_SHARE == 0:
-            yield "\n" + "\n".join(islice(facts, LINES)) + "\n"
+            yield "\n" + "\n".join(f"< {fact} >" for fact in islice(facts, LINES)) + "\n"
         else:
             yield without_brackets(next(tasks)[1])
 
@@ -170,7 +170,7 @@ def _relation(domain: _Domain, asked: str, level: str, form: int) -> Callable[[r
         question = domain.asked[asked, level].format(X=person, k=kinds[about], t=things[about])
         facts = [_fact(domain, form, owner, thing) for owner, thing in zip(owners, things, strict=True)]
         rng.shuffle(facts)
-        return f"{' '.join(facts)} => {question}"
+        return f"< {' '.join(facts)} > {question}"
 
     return line
 
@@ -191,8 +191,8 @@ def _odd_one(domain: _Domain, level: str) -> Callable[[random.Random, Words], st
         rng.shuffle(shown)
         listed = ", ".join(_article(word) if domain is _THINGS else word for word in shown)
         if level == "thing":
-            return f"Look at {listed} => The odd one is [ {odd} ]"
-        return f"Look at {listed} => The odd one is {'a kind of' if domain is _THINGS else 'in'} [ {kinds[0]} ]"
+            return f"< Look at {listed}. > The odd one is [ {odd} ]"
+        return f"< Look at {listed}. > The odd one is {'a kind of' if domain is _THINGS else 'in'} [ {kinds[0]} ]"
 
     return line
 
@@ -214,6 +214,6 @@ def _order(asked: str, form: int) -> Callable[[random.Random, Words], str]:
             if asked == "when"
             else f"One {unit} before {later} came [ {people[0]} ]"
         )
-        return f"{' '.join(facts)} => {question}"
+        return f"< {' '.join(facts)} > {question}"
 
     return line
