@@ -48,11 +48,11 @@ CASES = {
 @pytest.fixture
 def tiles(monkeypatch):
     """Sets the tiles: queries of a program, queries and keys of a tile."""
-    chosen = launch.tile_of
+    chosen = launch.tiles_of
 
     def choose(sizes):
         if sizes is not None:
-            monkeypatch.setattr(launch, "tile_of", lambda *a, **k: launch.Tile(chosen(*a, **k).NP, *sizes))
+            monkeypatch.setattr(launch, "tiles_of", lambda *a: [launch.Tile(chosen(*a)[0].NP, *sizes)])
 
     return choose
 
@@ -86,6 +86,20 @@ def test_many_blocks(options, tiles, monkeypatch):
     monkeypatch.setattr("dcformer.ops.driver._CPU_MIN_QUERIES", 15)
     tiles(WIDE)
     check(make_inputs(B=2, T=35, K=2), is_causal=True, **options)
+
+
+def test_trials_of_tiles_leave_the_block_alone(tiles, monkeypatch):
+    """Each tile runs forward and backward before one is chosen, on memory of its own."""
+    tiles(WIDE)
+
+    def choose(problem, candidates, trial, device, timed):
+        run = trial()
+        for tile in 2 * candidates:
+            run(tile)
+        return candidates[0]
+
+    monkeypatch.setattr(launch, "choose", choose)
+    check(make_inputs(N=2, T=17, D=8, mask="float"), is_causal=True)
 
 
 def test_rows_without_keys_and_nan_beyond(tiles, monkeypatch):

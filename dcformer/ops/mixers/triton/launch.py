@@ -5,6 +5,7 @@ B batch, C queries of the block, S keys, N heads = G groups of n, R rank; tiles 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,39 +15,52 @@ from torch import Tensor
 from dcformer.ops.composition import Composition
 from dcformer.ops.driver import Block, BlockGrads
 from dcformer.ops.mixers.triton import backward, forward
+from dcformer.ops.mixers.triton.tuning import choose
 
 _FAR = 1 << 30  # a bound that no block reaches
+_TIMED = 1 << 22  # scores of a block that fill a device: times of fewer say nothing about tiles
 
 
 class Tile(NamedTuple):
-    """Heads, padded; queries of a program; queries and keys of a tile."""
+    """Heads, padded; queries of a program; queries and keys of a tile; warps that share a tile."""
 
     NP: int
     CHUNK: int
     BT: int
     BS: int
+    warps: int = 1
 
 
-def tile_of(heads: int, rank: int, has_base: bool, backward: bool) -> Tile:
-    """The tile for one warp: what its registers hold without spilling.
+def tiles_of(heads: int, rank: int, has_base: bool, backward: bool) -> list[Tile]:
+    """The tiles to choose from: what registers hold without spilling, the best guess first, then wider, then smaller ones.
 
     Forward that is 32 scores a thread, fewer with higher ranks, more heads, or products with static weights. Backward it is 8,
-    and beside them 40 sums of gradients of key-wise weights.
+    and beside them 40 sums of gradients of key-wise weights. Static weights want registers for n x n numbers too.
     """
-    NP = max(triton.next_power_of_2(heads), 16 if has_base else 1)  # a product on tensor cores takes 16 at least
+    NP = max(triton.next_power_of_2(heads), 16 if has_base else 1)  # a product on tensor cores takes 16 at least, and 8 keys
     if backward:
-        most = 1 << (1280 // max(5, 2 * rank + 1)).bit_length() - 1
-        BS = max(8 if has_base else 4, min(32, most // NP))
-        return Tile(NP, 32, max(1, min(8, 256 // (NP * BS))), BS)
-    most = 1024 >> (rank > 2) >> (heads > 32) >> 2 * has_base
-    BS = min(32, 512 // NP, most // NP)
-    return Tile(NP, 16, min(8, most // (NP * BS)), BS)
+        most = (1 << (1280 // max(5, 2 * rank + 1)).bit_length() - 1) >> has_base
+        widest, chunk = 32, 32
+    else:
+        most = 1024 >> (rank > 2) >> (heads > 32) >> 2 * has_base
+        widest, chunk = min(32, max(1, 512 // NP)), 16
+    least = 8 if has_base else 4
+    BS = max(least, min(widest, most // NP))
+    warps = max(1, NP // (16 if backward else 32)) if has_base else 1
+    tiles = [Tile(NP, chunk, max(1, min(8, most // (NP * BS))), BS, warps)]
+    if not has_base:
+        tiles.append(tiles[0]._replace(BS=2 * BS, warps=2))
+    smaller = tiles[0]
+    for _ in range(2):
+        smaller = smaller._replace(BT=smaller.BT // 2) if smaller.BT > 1 else smaller._replace(BS=max(least, smaller.BS // 2))
+        tiles.append(smaller)
+    return list(dict.fromkeys(tiles))
 
 
 class _Problem:
-    """What all kernels of a block take: shapes, weights and strides of both sides, the mask."""
+    """What all kernels of a block take: shapes, weights and strides of both sides, the mask, the tile."""
 
-    def __init__(self, scores: Tensor, block: Block, backward: bool):
+    def __init__(self, scores: Tensor, block: Block, tile: Tile):
         B, N, C, S = scores.shape
         pre, post = block.pre or Composition(), block.post or Composition()
         groups = pre.groups if block.pre is not None else post.groups if block.post is not None else N
@@ -56,15 +70,25 @@ class _Problem:
         self.pre, self.post = pre[:3], post[:3]
         self.pre_strides, self.post_strides = _strides(pre), _strides(post)
         self.pre_ranks, self.post_ranks = _ranks(pre), _ranks(post)
-        has_base = pre.base is not None or post.base is not None
-        tile = tile_of(N // groups, max(*self.pre_ranks, *self.post_ranks), has_base, backward)
-        self.tile = tile._replace(BT=min(tile.BT, triton.next_power_of_2(C)))
         self.heads = (groups, N // groups)
-        self.tiles, self.chunks = triton.cdiv(S, tile.BS), triton.cdiv(C, tile.CHUNK)
-        self.grid = (self.tiles * self.chunks * B * groups,)
         mask = block.mask
         self.mask = mask.view(torch.int8) if mask is not None and mask.dtype == torch.bool else mask
         self.mask_strides = (0, 0, 0, 0) if mask is None else _broadcast_strides(mask)
+        tile = tile._replace(BT=min(tile.BT, triton.next_power_of_2(C)))
+        self.sizes, self.warps = tile[:4], tile.warps
+        self.tiles, self.chunks = triton.cdiv(S, tile.BS), triton.cdiv(C, tile.CHUNK)
+        self.grid = (self.tiles * self.chunks * B * groups,)
+
+
+def _tile(scores: Tensor, block: Block, backward: bool, trial: Callable[[], Callable[[Tile], object]]) -> Tile:
+    """The tile for a block. `trial` makes what runs the block on copies with a given tile."""
+    sides = [side for side in (block.pre, block.post) if side is not None]
+    heads = scores.shape[1] // sides[0].groups if sides else 1
+    ranks = tuple(_ranks(side) for side in sides)
+    bases = tuple(side.base is not None for side in sides)
+    tiles = tiles_of(heads, max((r for rank in ranks for r in rank), default=0), any(bases), backward)
+    problem = (backward, heads, ranks, bases, block.dtype, block.mask is not None, scores.shape[2] == 1)
+    return choose(problem, tiles, trial, scores.device, timed=scores.numel() >= _TIMED)
 
 
 def _strides(composition: Composition) -> tuple[int, ...]:
@@ -90,23 +114,33 @@ def _like(scores: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def mix_forward(scores: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """See `BlockMixer.mix_forward`; composed scores lie in the place of the scores."""
-    problem = _Problem(scores, block, backward=False)
+    """See `BlockMixer.mix_forward`."""
+
+    def trial() -> Callable[[Tile], object]:
+        copy = _like(scores, scores.dtype).copy_(scores)
+        return lambda tile: _forward(copy, block, tile)
+
+    return _forward(scores, block, _tile(scores, block, False, trial))
+
+
+def _forward(scores: Tensor, block: Block, tile: Tile) -> tuple[Tensor, Tensor]:
+    """Composed scores lie in the place of the scores."""
+    problem = _Problem(scores, block, tile)
     B, N, C, _ = scores.shape
     partial = scores.new_zeros(2, problem.tiles, B, N, C)
-    constants = (*problem.pre_ranks, *problem.tile)
+    constants = (*problem.pre_ranks, *problem.sizes)
     forward.compose_scores[problem.grid](
         scores, partial, *problem.pre, problem.mask, *problem.pre_strides, *problem.mask_strides,
-        B, *problem.shape, *problem.heads, *constants, num_warps=1,
+        B, *problem.shape, *problem.heads, *constants, num_warps=problem.warps,
     )  # fmt: skip
     statistics = scores.new_empty(B, N, C, 2)
     rows = B * N * C
     forward.unite_statistics[(triton.cdiv(rows, 32),)](partial, statistics, rows, problem.tiles, 32, 32, num_warps=4)
     weights = _like(scores, block.dtype)
-    constants = (*problem.post_ranks, *problem.tile)
+    constants = (*problem.post_ranks, *problem.sizes)
     forward.compose_weights[problem.grid](
         scores, statistics, weights, *problem.post, *problem.post_strides,
-        *problem.shape, *problem.heads, *constants, num_warps=1,
+        *problem.shape, *problem.heads, *constants, num_warps=problem.warps,
     )  # fmt: skip
     return weights, statistics
 
@@ -136,8 +170,22 @@ class _Partials:
 def mix_backward(
     scores: Tensor, dweights: Tensor, statistics: Tensor, block: Block, grads: BlockGrads
 ) -> tuple[Tensor, Tensor]:
-    """See `BlockMixer.mix_backward`; the gradient of p lies in the place of `dweights`, and that of the mask after it."""
-    problem = _Problem(scores, block, backward=True)
+    """See `BlockMixer.mix_backward`."""
+
+    def trial() -> Callable[[Tile], object]:
+        copy = _like(dweights, dweights.dtype).copy_(dweights)
+        pre, post = (None if side is None else side.map(torch.zeros_like) for side in (grads.pre, grads.post))
+        scratch = BlockGrads(pre, post, None if grads.mask is None else torch.zeros_like(grads.mask))
+        return lambda tile: _backward(scores, copy, statistics, block, scratch, tile)
+
+    return _backward(scores, dweights, statistics, block, grads, _tile(scores, block, True, trial))
+
+
+def _backward(
+    scores: Tensor, dweights: Tensor, statistics: Tensor, block: Block, grads: BlockGrads, tile: Tile
+) -> tuple[Tensor, Tensor]:
+    """The gradient of p lies in the place of `dweights`, and that of the mask after it."""
+    problem = _Problem(scores, block, tile)
     B, N, C, _ = scores.shape
     delta = scores.new_zeros(problem.tiles, B, N, C)
     weights, dscores = (_like(scores, block.dtype) for _ in range(2))
@@ -146,7 +194,7 @@ def mix_backward(
         scores, statistics, dweights, weights, delta, problem.mask,
         *problem.pre, *problem.post, *of_post.all,
         *problem.pre_strides, *problem.post_strides, *problem.mask_strides,
-        B, *problem.shape, *problem.heads, *problem.pre_ranks, *problem.post_ranks, *problem.tile, num_warps=1,
+        B, *problem.shape, *problem.heads, *problem.pre_ranks, *problem.post_ranks, *problem.sizes, num_warps=problem.warps,
     )  # fmt: skip
     of_post.add()
     of_pre = _Partials(problem, scores, grads.pre, problem.pre_ranks)
@@ -154,7 +202,7 @@ def mix_backward(
     backward.backward_of_pre[problem.grid](
         scores, statistics, dweights, delta.sum(0), dscores, da, problem.mask,
         *problem.pre, *of_pre.all, *problem.pre_strides, *problem.mask_strides,
-        B, *problem.shape, *problem.heads, *problem.pre_ranks, *problem.tile, num_warps=1,
+        B, *problem.shape, *problem.heads, *problem.pre_ranks, *problem.sizes, num_warps=problem.warps,
     )  # fmt: skip
     of_pre.add()
     if grads.mask is not None:
