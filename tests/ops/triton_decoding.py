@@ -161,12 +161,13 @@ def test_statistics_and_the_same_bits(programs):
 
 def test_what_it_leaves_to_the_driver(monkeypatch):
     def served(dropout_p=0.0, **sizes):
-        inputs = draw(**sizes)
+        inputs = draw(device="meta", **sizes)
         seed = torch.tensor(1) if dropout_p else None
         return launch_decoding.serves(Call(*inputs.call(), None, seed, True, None, 1.0, dropout_p))
 
     assert served(T=1, N=64, K=1) and served(T=8, N=2) and served(T=8, N=64, K=8)
     assert not served(T=9, N=2) and not served(T=2, N=64, K=1) and not served(T=1, D=257) and not served(T=1, dropout_p=0.1)
+    assert served(T=1, N=1, D=1, S=(1 << 30) - 1, sides="") and not served(T=1, N=1, D=1, S=1 << 30, sides="")
 
     class Taken(Exception):
         pass

@@ -75,8 +75,10 @@ def score_keys(
     """
     i_b, i_g, i_l, first, last = split_of(splits, start, stop, length, G)
     row = tl.cast(splits, tl.int64) * length
-    o_n = i_g * n + tl.arange(0, NP)[None, :, None]
-    m_n = o_n < i_g * n + n
+    o_r = tl.arange(0, NP)[None, :, None]
+    o_n = i_g * n + o_r
+    m_n = o_r < n
+    i_row = (i_b * G * n + i_g * n) * T
     if p_mask is not None:
         some = 0
         for t in range(0, T, BT):
@@ -118,7 +120,7 @@ def score_keys(
         total = tl.zeros([BT, NP, 1], tl.float32)
         for s in range(first, last, BS):
             o_s = s + tl.arange(0, BS)[None, None, :]
-            at_x = p_a + o_row * row + (o_s - start)
+            at_x = p_a + i_row * row + ((o_r * T + o_t) * (splits * length) + (o_s - start))
             x = tl.load(at_x, mask=m_q, other=0.0)
             at_wk = p_wk
             if p_wk is not None:
