@@ -47,7 +47,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(call: Call) -> Tile:
-    """The tile for eight warps: what their registers hold without spilling."""
+    """The tile for eight warps, at small sizes four: what their registers hold without spilling."""
     (_, N, T, D), (K, _, E) = call.query.shape, call.value.shape[1:]
     sides = [side for side in (call.pre, call.post) if side is not None]
     has_base = any(side.base is not None for side in sides)
@@ -79,6 +79,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     pre, post = call.pre or Composition(), call.post or Composition()
     tile = tile_of(call)
     BD, BE = (max(16, triton.next_power_of_2(size)) for size in (D, E))
+    warps = 4 if tile.NP * max(BD, BE) <= 1024 else 8  # with eight the assembler takes 64 registers here, and spills
     G = _groups(call)
     heads = (G, N // G, N // K)
 
@@ -102,7 +103,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     decoding.score_keys[grid](
         query, key, scores, partial, *weights, mask, *query.stride(), *key.stride(), *strides, *mask_strides,
         call.scale, B, T, *keys, lower, upper,
-        *heads, D, *_ranks(pre), *tile, BD, num_warps=8, num_stages=3,
+        *heads, D, *_ranks(pre), *tile, BD, num_warps=warps, num_stages=3,
     )  # fmt: skip
     statistics = query.new_empty(B, N, T, 2, dtype=torch.float32)
     outs = query.new_empty(splits, B, N, T, E, dtype=torch.float32)
@@ -111,7 +112,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     decoding.weigh_values[grid](
         scores, partial, statistics, query.new_empty(scores.shape), value, outs, *weights,
         *value.stride(), *strides, B, T, *keys,
-        *heads, E, *_ranks(post), *tile, BE, BL, num_warps=8, num_stages=3,
+        *heads, E, *_ranks(post), *tile, BE, BL, num_warps=warps, num_stages=3,
     )  # fmt: skip
     out = query.new_empty(B, N, T, E)
     decoding.add_splits[(triton.cdiv(out.numel(), 128),)](outs, out, out.numel(), splits, 8, 128, num_warps=4)
