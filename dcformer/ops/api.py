@@ -13,7 +13,7 @@ from torch import Tensor
 from dcformer.ops import reference
 from dcformer.ops.autograd import composed_attention_op
 from dcformer.ops.composition import Composition
-from dcformer.ops.mixers import MIXERS, Call, Mixer, register_mixer
+from dcformer.ops.mixers import MIXERS, Call, Mixer, register_mixer, within_documents
 from dcformer.ops.mixers.chunked import ChunkedMixer
 from dcformer.ops.mixers.cpu import CpuMixer
 from dcformer.ops.mixers.triton import TritonMixer
@@ -43,6 +43,7 @@ def composed_attention(
     post: Composition | None = None,
     *,
     attn_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
     is_causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
@@ -66,6 +67,9 @@ def composed_attention(
         post: mixing of the weights, or `None`.
         attn_mask: broadcasts to [B, N, T, S]; bool (True = visible) or of `query`'s dtype, added after `pre` and before the
             softmax. It may be combined with `is_causal` and `window`; a key must pass all of them.
+        document_ids: [B, S] integers, which of the documents packed into a row each position is of: a query sees only keys of
+            its own. Negative: padding, which sees and is seen by nothing. The queries' are the last T. Only the backends
+            "reference" and "cpu" make a mask of all T S pairs of it.
         is_causal: the queries are the last T of the S positions, so query i stands at position i + S - T; it sees no later key.
         window: a query sees only keys less than `window` positions away: with `is_causal` the last `window` keys, its own
             included.
@@ -79,18 +83,21 @@ def composed_attention(
     Raises:
         ValueError: an argument has the wrong shape, dtype, device or value, or `backend` cannot serve the call.
     """
-    call = _call(query, key, value, pre, post, attn_mask, is_causal, window, scale, dropout_p)
+    call = _call(query, key, value, pre, post, attn_mask, document_ids, is_causal, window, scale, dropout_p)
     backend = _choose(call, backend)
     if backend == "reference":
         with torch.autocast(query.device.type, enabled=False):
+            mask = call.attn_mask
+            if document_ids is not None:
+                mask = within_documents(mask, document_ids[:, document_ids.shape[1] - query.shape[2] :], document_ids)
             return reference.composed_attention(
                 *call[:5],
-                attn_mask=call.attn_mask, is_causal=is_causal, window=window, scale=call.scale, dropout_p=dropout_p,
+                attn_mask=mask, is_causal=is_causal, window=window, scale=call.scale, dropout_p=dropout_p,
             )  # fmt: skip
     pre, post = call.pre or Composition(), call.post or Composition()
     seed = torch.randint(1 << 48, (), device="cpu") if dropout_p > 0 else None
     out, _ = composed_attention_op(
-        *call[:3], *pre[:3], *post[:3], call.attn_mask, seed,
+        *call[:3], *pre[:3], *post[:3], call.attn_mask, seed, document_ids,
         pre.groups, post.groups, is_causal, window, call.scale, dropout_p, backend,
     )  # fmt: skip
     return out
@@ -104,6 +111,7 @@ def explain(
     post: Composition | None = None,
     *,
     attn_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
     is_causal: bool = False,
     window: int | None = None,
     dropout_p: float = 0.0,
@@ -113,7 +121,7 @@ def explain(
     Raises:
         ValueError: as `composed_attention`.
     """
-    call = _call(query, key, value, pre, post, attn_mask, is_causal, window, None, dropout_p)
+    call = _call(query, key, value, pre, post, attn_mask, document_ids, is_causal, window, None, dropout_p)
     chosen = _choose(call, "auto")
     reasons = {}
     for mixer in _by_priority():
@@ -131,6 +139,7 @@ def _call(
     pre: Composition | None,
     post: Composition | None,
     attn_mask: Tensor | None,
+    document_ids: Tensor | None,
     is_causal: bool,
     window: int | None,
     scale: float | None,
@@ -139,7 +148,7 @@ def _call(
     """The arguments as a backend gets them, but for the seed: in autocast's dtype, without empty compositions, checked."""
     pre, post = (None if c is None or c.is_identity else c for c in (pre, post))
     query, key, value, pre, post, attn_mask = _autocast(query, key, value, pre, post, attn_mask)
-    call = Call(query, key, value, pre, post, attn_mask, None, is_causal, window, 1.0, dropout_p)
+    call = Call(query, key, value, pre, post, attn_mask, None, is_causal, window, 1.0, dropout_p, document_ids)
     _validate(call)
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
@@ -214,6 +223,18 @@ def _validate(call: Call) -> None:
         full = (B, N, T, S)
         if mask.dim() > 4 or any(m not in (1, f) for m, f in zip(mask.shape[::-1], full[::-1], strict=False)):
             raise ValueError(f"attn_mask has shape {tuple(mask.shape)}; it must broadcast to [B, N, T, S] = {list(full)}")
+    documents = call.documents
+    if documents is not None:
+        if documents.shape != (B, S):
+            raise ValueError(f"document_ids has shape {tuple(documents.shape)}; it must be [B, S] = {[B, S]}")
+        if documents.is_floating_point() or documents.is_complex() or documents.dtype == torch.bool:
+            raise ValueError(f"document_ids has dtype {documents.dtype}; it must be integer")
+        if documents.device != query.device:
+            raise ValueError(f"document_ids is on {documents.device} and query on {query.device}; move them to one device")
+        if T > S:
+            raise ValueError(
+                f"document_ids names {S} positions, and the {T} queries are the last of them; give no more queries than keys"
+            )
 
 
 def _validate_composition(name: str, composition: Composition, query: Tensor, S: int) -> None:

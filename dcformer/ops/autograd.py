@@ -33,6 +33,7 @@ def composed_attention_op(
     post_key: Tensor | None,
     attn_mask: Tensor | None,
     seed: Tensor | None,
+    documents: Tensor | None,
     pre_groups: int,
     post_groups: int,
     is_causal: bool,
@@ -44,7 +45,7 @@ def composed_attention_op(
     """Output [B, N, T, D] and the row statistics [B, N, T, 2]. `seed` is an int64 scalar on the CPU, given with dropout."""
     pre = _composition(pre_base, pre_query, pre_key, pre_groups)
     post = _composition(post_base, post_query, post_key, post_groups)
-    call = Call(query, key, value, pre, post, attn_mask, seed, is_causal, window, scale, dropout_p)
+    call = Call(query, key, value, pre, post, attn_mask, seed, is_causal, window, scale, dropout_p, documents)
     with torch.autocast(query.device.type, enabled=False):  # the products inside have chosen their dtypes
         return MIXERS[mixer].forward(call)
 
@@ -70,6 +71,7 @@ def composed_attention_backward_op(
     post_key: Tensor | None,
     attn_mask: Tensor | None,
     seed: Tensor | None,
+    documents: Tensor | None,
     statistics: Tensor,
     mask_needs_grad: bool,
     pre_groups: int,
@@ -83,7 +85,7 @@ def composed_attention_backward_op(
     """Gradients of those of query, key, value, the six parts and the mask that are there, in this order."""
     pre = _composition(pre_base, pre_query, pre_key, pre_groups)
     post = _composition(post_base, post_query, post_key, post_groups)
-    call = Call(query, key, value, pre, post, attn_mask, seed, is_causal, window, scale, dropout_p)
+    call = Call(query, key, value, pre, post, attn_mask, seed, is_causal, window, scale, dropout_p, documents)
     with torch.autocast(query.device.type, enabled=False):
         grads = MIXERS[mixer].backward(call, grad_out, statistics, mask_needs_grad)
     return [grad.to(query.dtype).contiguous() for grad in grads]
@@ -91,7 +93,7 @@ def composed_attention_backward_op(
 
 @composed_attention_backward_op.register_fake
 def _(grad_out, query, key, value, *args):  # type: ignore[no-untyped-def]
-    parts, attn_mask, mask_needs_grad = args[:6], args[6], args[9]
+    parts, attn_mask, mask_needs_grad = args[:6], args[6], args[10]
     present = [query, key, value, *(part for part in parts if part is not None)]
     if mask_needs_grad:
         present.append(attn_mask)
@@ -99,9 +101,9 @@ def _(grad_out, query, key, value, *args):  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.settings = inputs[11:]
+    ctx.settings = inputs[12:]
     ctx.present = [tensor is not None for tensor in inputs[:10]]
-    ctx.save_for_backward(*inputs[:11], output[1])
+    ctx.save_for_backward(*inputs[:12], output[1])
 
 
 def _backward(ctx: Any, grad_out: Tensor, _grad_statistics: Tensor) -> tuple[Tensor | None, ...]:
@@ -109,7 +111,7 @@ def _backward(ctx: Any, grad_out: Tensor, _grad_statistics: Tensor) -> tuple[Ten
     mask_needs_grad = ctx.needs_input_grad[9]
     grads = iter(composed_attention_backward_op(grad_out, *tensors, statistics, mask_needs_grad, *ctx.settings))
     there = [*ctx.present[:9], mask_needs_grad]
-    return *(next(grads) if present else None for present in there), *([None] * (1 + len(ctx.settings)))
+    return *(next(grads) if present else None for present in there), *([None] * (2 + len(ctx.settings)))
 
 
 composed_attention_op.register_autograd(_backward, setup_context=_setup_context)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dcformer.ops.composition import Composition
-from dcformer.ops.mixers import Call
+from dcformer.ops.mixers import Call, within_documents
 
 # Scores of one block, all heads. On a CPU they fit into the last-level cache with their few companions; on a GPU they take so
 # long (some 0.1 ms) that the host launches the next block meanwhile. See README.md.
@@ -173,6 +173,7 @@ class _Mixing:
         self.mask = call.attn_mask
         if self.mask is not None and self.mask.dtype != torch.bool:
             self.mask = self.mask.to(self.dtype)
+        self.documents, self.first = call.documents, call.key.shape[2] - call.query.shape[2]
         self.spans = list(_spans(call, alignment))
         self.heads, self.device = call.query.shape[1], call.query.device
         self._buffers: dict[str, Tensor] = {}
@@ -191,6 +192,9 @@ class _Mixing:
 
     def block(self, span: _Span) -> Block:
         pre, post, mask = _part(self.pre, span), _part(self.post, span), _mask_part(self.mask, span)
+        if self.documents is not None:
+            of_queries = self.documents[span.b, self.first + span.t.start : self.first + span.t.stop]
+            mask = within_documents(mask, of_queries, self.documents[span.b, span.s])
         return Block(pre, post, mask, span.lower, span.upper, self.operand_dtype)
 
 

@@ -15,4 +15,4 @@ def backend_serves_here(request):
 def _call():
     from dcformer.ops.api import _call
 
-    return _call(*make_inputs(T=1).call(), None, False, None, None, 0.0)
+    return _call(*make_inputs(T=1).call(), None, None, False, None, None, 0.0)

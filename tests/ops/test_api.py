@@ -78,6 +78,15 @@ def bad(expected, **changes):
         bad(r"4 heads and key 3", key=torch.zeros(1, 3, 9, 16), value=torch.zeros(1, 3, 9, 16)),
         bad(r"key has dtype torch.bfloat16", key=torch.zeros(1, 4, 9, 16, dtype=torch.bfloat16)),
         bad(r"value is on meta", value=torch.zeros(1, 4, 9, 16, device="meta")),
+        bad(r"document_ids has shape \(1, 8\)", document_ids=torch.zeros(1, 8, dtype=torch.long)),
+        bad(r"document_ids has dtype torch.float32", document_ids=torch.zeros(1, 9)),
+        bad(r"document_ids is on meta", document_ids=torch.zeros(1, 9, dtype=torch.long, device="meta")),
+        bad(
+            r"document_ids names 5 positions",
+            document_ids=torch.zeros(1, 5, dtype=torch.int),
+            key=torch.zeros(1, 4, 5, 16),
+            value=torch.zeros(1, 4, 5, 16),
+        ),
         bad(r"window=0", window=0),
         bad(r"window=-3", window=-3),
         bad(r"window=2.0", window=2.0),
@@ -140,6 +149,7 @@ def calls_of_the_operators(parts):
 @pytest.mark.parametrize("parts", ["bqk", "q", ""])
 def test_opcheck(parts):
     for tensors, settings, mask_needs_grad in calls_of_the_operators(parts):
+        tensors = (*tensors, None if mask_needs_grad else torch.randint(3, (2, 12)))  # documents
         torch.library.opcheck(composed_attention_op, (*tensors, *settings, "chunked"))
         tensors = tuple(tensor if tensor is None else tensor.detach() for tensor in tensors)
         out, statistics = composed_attention_op(*tensors, *settings, "chunked")

@@ -226,6 +226,41 @@ def test_groups_do_not_mix(backend):
         torch.testing.assert_close(whole[:, heads], alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("mask", [None, "bool padding", "float", "float heads"])
+@pytest.mark.parametrize("options", [dict(), dict(is_causal=True, window=9)], ids=["bidirectional", "causal window"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_documents_packed_into_a_row(backend, options, mask, monkeypatch):
+    """Borders inside blocks, documents of one position, numbers that are left out, padding."""
+    monkeypatch.setattr("dcformer.ops.driver._CPU_BLOCK", 300)
+    documents = packed(2, 65)
+    check_backend(lambda: make_inputs(B=2, T=45, S=65, mask=mask), backend, document_ids=documents, **options)
+
+
+def packed(B, S):
+    """Documents of random lengths, and padding behind the last."""
+    documents = torch.randint(3, (B, S)).cumsum(1)
+    documents[0, S - 7 :] = -1
+    return documents
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_documents_are_as_if_each_stood_alone(backend):
+    inputs = make_inputs(T=40)
+    documents = torch.tensor([[0] * 17 + [5] + [2] * 15 + [-1] * 7])
+    options = dict(is_causal=True, backend=backend)
+    out = composed_attention(*inputs.call(), document_ids=documents, **options)
+    grads = torch.autograd.grad(out.square().sum(), inputs.floats())
+    for start, stop in ((0, 17), (17, 18), (18, 33)):
+        q, k, v = (t[:, :, start:stop] for t in inputs.call()[:3])
+        pre, post = (c._replace(query=c.query[:, start:stop], key=c.key[:, start:stop]) for c in (inputs.pre, inputs.post))
+        torch.testing.assert_close(
+            out[:, :, start:stop], composed_attention(q, k, v, pre, post, **options), rtol=1e-4, atol=1e-5
+        )
+    assert bool((out[:, :, 33:] == 0).all())
+    for grad in (*grads[:3], *(g.transpose(1, 2) for g in grads[4:6]), *(g.transpose(1, 2) for g in grads[7:9])):
+        assert bool((grad[:, :, 33:] == 0).all()) and bool((grad[:, :, :33] != 0).any())
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_identity_is_sdpa(backend):
     inputs = make_inputs(B=2, N=4, T=70, D=32, sides="")

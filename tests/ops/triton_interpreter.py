@@ -118,6 +118,15 @@ def test_rows_without_keys_and_nan_beyond(tiles, monkeypatch):
         assert bool((grad == 0).all())
 
 
+def test_documents(tiles, monkeypatch):
+    tiles(WIDE)
+    monkeypatch.setattr("dcformer.ops.driver._CPU_BLOCK", 300)
+    documents = torch.randint(3, (2, 41)).cumsum(1)
+    documents[0, 35:] = -1
+    check(make_inputs(B=2, T=29, S=41), document_ids=documents, is_causal=True)
+    check(make_inputs(B=2, T=29, S=41, mask="float"), document_ids=documents, window=9)
+
+
 def test_decoding_equals_prefill(tiles):
     """A few queries without gradients have kernels of their own."""
     tiles(WIDE)

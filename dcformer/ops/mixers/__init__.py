@@ -8,8 +8,10 @@ B batch, T queries, S keys, N heads, D head dim.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from dcformer.ops.composition import Composition
@@ -19,6 +21,7 @@ class Call(NamedTuple):
     """One call of `composed_attention`, checked, with defaults filled in and masks 4-D.
 
     `seed` is an int64 scalar on the CPU, given where `dropout_p` is above 0: a mixer draws the same mask for the same seed.
+    `documents` [B, S] says which document each position is of; a key is seen by queries of its own only, if at all by any.
     """
 
     query: Tensor
@@ -32,6 +35,18 @@ class Call(NamedTuple):
     window: int | None
     scale: float
     dropout_p: float
+    documents: Tensor | None = None
+
+
+def within_documents(mask: Tensor | None, of_queries: Tensor, of_keys: Tensor) -> Tensor:
+    """A 4-D mask, or none, and besides only keys of the query's own document: [B, T] and [B, S] give [B, 1 or N, T, S].
+
+    What has a negative number is padding and sees and is seen by nothing.
+    """
+    same = (of_queries[:, :, None] == of_keys[:, None, :]) & (of_keys >= 0)[:, None, :]
+    if mask is None:
+        return same[:, None]
+    return mask & same[:, None] if mask.dtype == torch.bool else mask.masked_fill(~same[:, None], -math.inf)
 
 
 class Mixer(Protocol):

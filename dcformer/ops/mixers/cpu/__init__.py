@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dcformer.ops.composition import Composition
-from dcformer.ops.mixers import Call
+from dcformer.ops.mixers import Call, within_documents
 from dcformer.ops.mixers.cpu import operators
 
 
@@ -36,11 +36,17 @@ class CpuMixer:
     def backward(self, call: Call, grad_out: Tensor, statistics: Tensor, mask_needs_grad: bool) -> list[Tensor]:
         """See `Mixer.backward`."""
         tensors, settings = _arguments(call)
-        return torch.ops.dcformer_cpu.backward(grad_out, *tensors, statistics, mask_needs_grad, *settings)
+        grads = torch.ops.dcformer_cpu.backward(grad_out, *tensors, statistics, mask_needs_grad, *settings)
+        if mask_needs_grad and call.attn_mask is not None:
+            grads[-1] = grads[-1].sum_to_size(call.attn_mask.shape)
+        return list(grads)
 
 
 def _arguments(call: Call) -> tuple[tuple[Tensor | None, ...], tuple[object, ...]]:
     """The tensors of a call and the rest, as the operators take them."""
     pre, post = call.pre or Composition(), call.post or Composition()
-    tensors = (call.query, call.key, call.value, *pre[:3], *post[:3], call.attn_mask, call.seed)
+    mask = call.attn_mask
+    if call.documents is not None:
+        mask = within_documents(mask, call.documents[:, call.key.shape[2] - call.query.shape[2] :], call.documents)
+    tensors = (call.query, call.key, call.value, *pre[:3], *post[:3], mask, call.seed)
     return tensors, (pre.groups, post.groups, call.is_causal, call.window, call.scale, call.dropout_p)
