@@ -35,7 +35,8 @@ tokenizer = train_tokenizer(iter([" ".join(WORDS)] * 4), 400)
 def write_checkpoint(folder, kind="dcformer", chat_template=None, **changes):
     """Gives the model, as it was written."""
     config, model = KINDS[kind]
-    model(config(**{**SHAPE, "vocab_size": len(tokenizer), **changes})).save_pretrained(folder)
+    tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}  # Llama's own end is another token
+    model(config(**{**SHAPE, **tokens, **changes})).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if chat_template:
         path = folder / "tokenizer_config.json"
