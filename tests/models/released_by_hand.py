@@ -51,9 +51,9 @@ def draw_weights(config, **options):
     return weights
 
 
-def logits_by_hand(weights, config, ids, dtype=torch.float64):
-    """Logits [B, T, V] of token ids [B, T], computed in `dtype`."""
-    weights = {name: weight.to(dtype) for name, weight in weights.items()}
+def logits_by_hand(weights, config, ids):
+    """Logits [B, T, V] in float64 of token ids [B, T]."""
+    weights = {name: weight.double() for name, weight in weights.items()}
     hidden = weights["tok_embeddings.weight"][ids]
     pattern = PATTERNS[config.get("window_type")]
     for i in range(config["n_layer"]):
