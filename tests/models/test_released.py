@@ -88,7 +88,7 @@ def checkpoint(request, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @torch.no_grad()
 def test_logits_are_those_of_the_equations(checkpoint, dtype):
-    """In float64 every logit, but for norms and rotations in float32; in float32 in the mean: some draws lose digits at a token."""
+    """In float64 every logit, but for norms and rotations in float32; in float32 the mean, since some draws lose digits."""
     folder, config, weights = checkpoint
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=dtype)
     assert not any(report.values()), report
