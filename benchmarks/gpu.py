@@ -277,7 +277,7 @@ def jobs(clock: Clock, sizes: Sizes) -> dict[str, Job]:
     mixers, compiled = ("triton", "chunked"), ("chunked compiled",)
     found = [
         *((f"check {name}", "checks", 90, partial(check, clock, name)) for name in sizes.checks),
-        *((f"times D={D} W={W}", "times", 60, partial(times, clock, sizes, D, W, mixers)) for D, W in shapes),
+        *((f"times D={D} W={W}", "times", 90, partial(times, clock, sizes, D, W, mixers)) for D, W in shapes),
         ("training", "model", 60, partial(training, clock, sizes, compiled=False)),
         ("decoding", "model", 45, partial(decoding, clock, sizes)),
         ("training, compiled", "model", 90, partial(training, clock, sizes, compiled=True)),

@@ -3,5 +3,5 @@
 #   [OUT=results/gpu] [PYTHON=python3] benchmarks/gpu.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 exec "${PYTHON:-python3}" benchmarks/gpu.py --out "${OUT:-results/gpu}"

@@ -16,6 +16,7 @@ from torch import Tensor
 from dcformer.ops.driver import Block, BlockGrads, BlockMixer
 from dcformer.ops.mixers import Call
 
+_INSTALLED = importlib.util.find_spec("triton") is not None  # looked up once: the compiler cannot trace it
 _MOST_HEADS = 64  # of a group, which a warp's registers hold
 
 
@@ -32,14 +33,18 @@ class TritonMixer(BlockMixer):
     alignment = 16
 
     def refuses(self, call: Call) -> str | None:
-        """Why not: no GPU that Triton compiles for, no Triton, float64, or groups that are too large or differ."""
+        """Why not: no GPU of NVIDIA's since sm_80, no Triton, float64, or groups that are too large or differ."""
         device = call.query.device
         if device.type != "cuda" and not (device.type == "cpu" and interprets()):
             return f"it runs on CUDA devices and query is on {device}"
-        if importlib.util.find_spec("triton") is None:
+        if not _INSTALLED:
             return "the package triton is not installed"
-        if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) < (8, 0):
-            return f"it needs compute capability 8.0 and {torch.cuda.get_device_name(device)} has less"
+        if device.type == "cuda":
+            about = torch.cuda.get_device_properties(device)
+            if torch.version.cuda is None:
+                return f"its kernels are for NVIDIA's GPUs and {about.name} is another's"
+            if about.major < 8:
+                return f"it needs compute capability 8.0 and {about.name} has less"
         if call.query.dtype == torch.float64:
             return "it mixes in float32, and query is float64"
         groups = {name: c.groups for name, c in (("pre", call.pre), ("post", call.post)) if c is not None}
@@ -56,13 +61,15 @@ class TritonMixer(BlockMixer):
         """See `Mixer.forward`. Few queries have kernels of their own, which make the products too."""
         from dcformer.ops.mixers.triton import launch_decoding
 
-        return launch_decoding.forward(call) if launch_decoding.serves(call) else super().forward(call)
+        with torch.cuda.device_of(call.query):  # Triton launches on the current device
+            return launch_decoding.forward(call) if launch_decoding.serves(call) else super().forward(call)
 
     def mix_forward(self, scores: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """See `BlockMixer.mix_forward`."""
         from dcformer.ops.mixers.triton import launch
 
-        return launch.mix_forward(scores, block)
+        with torch.cuda.device_of(scores):
+            return launch.mix_forward(scores, block)
 
     def mix_backward(
         self, scores: Tensor, dweights: Tensor, statistics: Tensor, block: Block, grads: BlockGrads
@@ -70,4 +77,5 @@ class TritonMixer(BlockMixer):
         """See `BlockMixer.mix_backward`."""
         from dcformer.ops.mixers.triton import launch
 
-        return launch.mix_backward(scores, dweights, statistics, block, grads)
+        with torch.cuda.device_of(scores):
+            return launch.mix_backward(scores, dweights, statistics, block, grads)

@@ -17,6 +17,7 @@ from dcformer.ops.mixers.triton.compose import (
     clear,
     masked,
     mix,
+    over_keys,
     place,
     store_rows,
     weight_grads,
@@ -95,7 +96,7 @@ def backward_of_post(
             if p_dk is not None:
                 dk = added(dk, weight_grads(p, dw, hk, dhk, 0, R_K), 2 * R_K + 1)
             if p_dbase is not None:
-                dbase += tl.dot(p, tl.permute(dw, (0, 2, 1)), input_precision="tf32x3")
+                dbase += over_keys(p, dw)
         if p_dk is not None:
             at_dk = p_dk + ((i_c * B + i_b) * (2 * R_K + 1) * G * n + o_n) * S + o_s
             store_rows(at_dk, tl.cast(S, tl.int64) * (G * n), m_n & (o_s < S), dk, 2 * R_K + 1)
@@ -166,7 +167,7 @@ def backward_of_pre(
             if p_dk is not None:
                 dk = added(dk, weight_grads(x, da, hk, dhk, 0, R_K), 2 * R_K + 1)
             if p_dbase is not None:
-                dbase += tl.dot(x, tl.permute(da, (0, 2, 1)), input_precision="tf32x3")
+                dbase += over_keys(x, da)
         if p_dk is not None:
             at_dk = p_dk + ((i_c * B + i_b) * (2 * R_K + 1) * G * n + o_n) * S + o_s
             store_rows(at_dk, tl.cast(S, tl.int64) * (G * n), m_n & (o_s < S), dk, 2 * R_K + 1)

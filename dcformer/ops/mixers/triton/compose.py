@@ -59,6 +59,18 @@ def static(x, p_base, n: tl.constexpr, BACK: tl.constexpr):
 
 
 @triton.jit
+def over_keys(x, dy):
+    """sum_s x[n,s] dy[m,s], [BT, NP, NP]. Triton 3.6 wants 16 keys in a product: a narrower tile gets zeros between them."""
+    BT: tl.constexpr = x.shape[0]
+    NP: tl.constexpr = x.shape[1]
+    BS: tl.constexpr = x.shape[2]
+    if BS < 16:
+        x = tl.reshape(tl.join(x, tl.zeros_like(x)), [BT, NP, 2 * BS])
+        dy = tl.reshape(tl.join(dy, tl.zeros_like(dy)), [BT, NP, 2 * BS])
+    return tl.dot(x, tl.permute(dy, (0, 2, 1)), input_precision="tf32x3")
+
+
+@triton.jit
 def mix(
     x, p_base, p_q, q_row, m_q, p_k, k_row, m_k,
     n: tl.constexpr, R_Q: tl.constexpr, R_K: tl.constexpr, BACK: tl.constexpr,

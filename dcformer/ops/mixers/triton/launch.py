@@ -37,7 +37,7 @@ def tiles_of(heads: int, rank: int, has_base: bool, backward: bool) -> list[Tile
     Forward that is 32 scores a thread, fewer with higher ranks, more heads, or products with static weights. Backward it is 8,
     and beside them 40 sums of gradients of key-wise weights. Static weights want registers for n x n numbers too.
     """
-    NP = max(triton.next_power_of_2(heads), 16 if has_base else 1)  # a product on tensor cores takes 16 at least, and 8 keys
+    NP = max(triton.next_power_of_2(heads), 16 if has_base else 1)  # a product on tensor cores takes 16 at least
     if backward:
         most = (1 << (1280 // max(5, 2 * rank + 1)).bit_length() - 1) >> has_base
         widest, chunk = 32, 32
@@ -46,7 +46,7 @@ def tiles_of(heads: int, rank: int, has_base: bool, backward: bool) -> list[Tile
         widest, chunk = min(32, max(1, 512 // NP)), 16
     least = 8 if has_base else 4
     BS = max(least, min(widest, most // NP))
-    warps = max(1, NP // (16 if backward else 32)) if has_base else 1
+    warps = max(1, NP // (8 if backward else 32)) if has_base else 1
     tiles = [Tile(NP, chunk, max(1, min(8, most // (NP * BS))), BS, warps)]
     if not has_base:
         tiles.append(tiles[0]._replace(BS=2 * BS, warps=2))

@@ -31,8 +31,8 @@ def serves(call: Call) -> bool:
 
     For gradients the driver makes the scores again, and softmax is best undone on the same bits that it was done on.
     """
-    (_, N, T, D), (K, S, E) = call.query.shape, call.value.shape[1:]
-    fits = T <= _MOST_QUERIES and N // K * T <= _MOST_ROWS and max(D, E) <= _MOST_CHANNELS and min(T, S, E) > 0
+    (B, N, T, D), (K, S, E) = call.query.shape, call.value.shape[1:]
+    fits = T <= _MOST_QUERIES and N // K * T <= _MOST_ROWS and max(D, E) <= _MOST_CHANNELS and min(B, T, S, E) > 0
     fits = fits and N * T * S < 1 << 30  # offsets among the scores of a group take 32 bits: registers are short
     return fits and call.documents is None and call.dropout_p == 0 and not call.query.requires_grad
 
