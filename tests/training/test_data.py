@@ -152,7 +152,7 @@ def test_a_single_file_is_cut_at_the_end_of_a_line(prepare, tmp_path, texts):
     assert sum(sizes) == path.stat().st_size
     assert path.read_bytes()[sizes[0] - 1 : sizes[0]] == b"\n"
     assert 0.2 <= sizes[1] / sum(sizes) < 0.22
-    held_out = prepared.tokenizer.decode(tokens(prepared.validation))
+    held_out = prepared.tokenizer.decode(tokens(prepared.validation), skip_special_tokens=True)
     assert path.read_text()[sizes[0] :].startswith(held_out)
 
 

@@ -151,7 +151,7 @@ std::vector<at::Tensor> backward_op(
     grads.mask = {dmask.data_ptr<float>(), broadcast_strides(dmask.select(0, 0)), one_for_all_keys ? dmask.stride(0) : 0};
   }
   backward(p, heads(dout), statistics.const_data_ptr<float>(), grads);
-  std::vector<at::Tensor> out{dquery, dkey.narrow(3, 0, p.D), dvalue.narrow(3, 0, p.Dv)};
+  std::vector<at::Tensor> out{dquery, dkey.narrow(3, 0, p.D).contiguous(), dvalue.narrow(3, 0, p.Dv).contiguous()};
   for (Composition* side : {&dpre, &dpost}) {
     if (side->key) {
       unpack(side->packed->const_data_ptr<float>(), side->weights());

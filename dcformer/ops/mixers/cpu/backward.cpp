@@ -11,30 +11,26 @@ namespace dcformer {
 namespace {
 
 // What the tasks of a block sum up of one composition: query-wise weights [task, C, 2R+1, N, V] and static base [task, G, n, n, V],
-// vectors along the keys still.
+// vectors along the keys still. The static base of all blocks [G, n, n] is a sum of too many terms for float32.
 class Sums {
  public:
   Sums(const Problem& p, const Side& side, const Plan& plan)
       : p_(p), side_(side), query_row_(side.query ? (2 * side.query_rank + 1) * p.N * V : 0),
         query_task_(plan.queries * query_row_), base_task_(side.base ? p.N * (p.N / side.groups) * V : 0),
-        query_(plan.tasks * query_task_), base_(plan.tasks * base_task_) {
-    std::fill_n(static_cast<float*>(base_), plan.tasks * base_task_, 0.0f);
-  }
+        query_(plan.tasks * query_task_), base_(plan.tasks * base_task_), whole_base_(base_task_ / V) {}
 
   void start(const Task& task) {
     std::fill_n(query_ + task.index * query_task_, query_task_, 0.0f);
+    std::fill_n(base_ + task.index * base_task_, base_task_, 0.0f);
   }
   TileGrads at(const Task& task, int64_t c, float* key) {
     return {side_.base ? base_ + task.index * base_task_ : nullptr,
             side_.query ? query_ + task.index * query_task_ + c * query_row_ : nullptr, key};
   }
-  // Writes the gradients of the block's query-wise weights.
+  // Writes the gradients of the block's query-wise weights, and adds to those of the static base.
   void finish(const Plan& plan, const Block& block, const SideGrads& grads) {
     const int64_t splits = plan.splits(block), row = query_row_ / V;
-    if (!side_.query) {
-      return;
-    }
-    at::parallel_for(0, block.batch * block.queries, 8, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, row ? block.batch * block.queries : 0, 8, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t r = i / block.queries, c = i % block.queries;
         float* const to = grads.query + ((block.b0 + r) * p_.T + block.t0 + c) * row;
@@ -43,12 +39,15 @@ class Sums {
         }
       }
     });
+    at::parallel_for(0, base_task_ / V, 64, [&](int64_t begin, int64_t end) {
+      for (int64_t k = begin; k < end; ++k) {
+        whole_base_[k] += total(base_ + k * V, base_task_, block.batch * splits);
+      }
+    });
   }
   // Writes the gradients of the static base, of all blocks.
-  void finish_base(const Plan& plan, const SideGrads& grads) {
-    for (int64_t k = 0; k < base_task_ / V; ++k) {
-      grads.base[k] = total(base_ + k * V, base_task_, plan.tasks);
-    }
+  void finish_base(const SideGrads& grads) {
+    std::copy(whole_base_.begin(), whole_base_.end(), grads.base);
   }
 
  private:
@@ -65,6 +64,7 @@ class Sums {
   const Side& side_;
   int64_t query_row_, query_task_, base_task_;
   Buffer query_, base_;
+  std::vector<double> whole_base_;
 };
 
 // Backward of y = Compose(x) for the rows of a chunk where they are seen, dy to dx; makes y too where it is wanted. Tile by tile, as the
@@ -262,8 +262,8 @@ void backward(const Problem& p, const Heads& grad_out, const float* statistics, 
     pre_sums.finish(plan, block, grads.pre);
     add_parts(p, plan, block, partial, p.D, grads.query);
   }
-  pre_sums.finish_base(plan, grads.pre);
-  post_sums.finish_base(plan, grads.post);
+  pre_sums.finish_base(grads.pre);
+  post_sums.finish_base(grads.post);
 }
 
 void unpack(const float* from, const KeyWeights& to) {
