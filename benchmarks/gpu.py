@@ -3,8 +3,9 @@
     benchmarks/gpu.sh                                                        (or python benchmarks/gpu.py [--out results/gpu])
     TRITON_INTERPRET=1 python benchmarks/gpu.py --rehearse --out FOLDER      the same code on the CPU, in tiny sizes
 
-Writes checks.csv (20 shapes against the reference in float64), times.csv (beside FlashAttention), model.csv (steps of training
-and decoding beside the same model without composition), jobs.csv (what ran to its end, and what did not), gpu.json, gpu.png.
+Writes checks.csv (20 shapes, some with every tile, and decoding, against the reference in float64), times.csv (beside
+FlashAttention), model.csv (steps of training and decoding beside the same model without composition), jobs.csv (what ran to its
+end, and what did not), gpu.json, gpu.png.
 Ratios are medians over rounds in which all take turns. A job is a process, see gpu_jobs.py.
 
 B batch, T queries, S keys, N heads, D head dim, W window.
@@ -18,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,7 @@ from dcformer import composed_attention
 from dcformer.ops import Call
 from dcformer.ops.mixers.chunked import ChunkedMixer
 from dcformer.studies.provenance import provenance
-from dcformer.testing import Inputs, check_backend, make_inputs
+from dcformer.testing import Inputs, assert_within_budget, check_backend, make_inputs
 
 FLASH, PLAIN = "flash", "compose=None"
 GOALS = {"forward": 3.0, "training": 1.15, "memory": 1.1}
@@ -65,6 +66,17 @@ CHECKS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "only before, key-wise": (dict(parts="k", K=1, sides="pre"), dict(is_causal=True), "fp16"),
     "decoding": (dict(B=2, N=32, T=1, S=1025, D=128, K=8, parts="qk"), dict(is_causal=True), "bf16"),
 }
+# Of the shapes above, those that run with each tile that the tuner may choose.
+EVERY_TILE = ("32 heads", "static")
+# Few queries without gradients, which have kernels of their own; keys and values lie in a cache with their weights behind them.
+DECODING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "decode": (dict(N=32, T=1, S=4096, D=128, parts="qk"), dict(is_causal=True), "bf16"),
+    "decode, shared key heads": (dict(B=3, N=32, T=1, S=1025, D=80, K=8, parts="qk"), dict(is_causal=True), "bf16"),
+    "decode, static": (dict(N=16, T=2, S=500, D=64, K=4), dict(is_causal=True, window=256), "fp16"),
+    "decode, mask": (dict(B=2, N=16, T=4, S=300, D=64, parts="qk", mask="bool"), dict(), "bf16"),
+    "decode, tiny": (dict(N=2, T=1, S=20, D=16, parts="qk"), dict(is_causal=True), "bf16"),
+    "decode, fp32": (dict(N=12, T=8, S=700, D=48, K=3, R=4), dict(is_causal=True), "fp32"),
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,8 @@ class Sizes:
     than `most` in one call is skipped, and listed."""
 
     checks: tuple[str, ...] = tuple(CHECKS)
+    every_tile: tuple[str, ...] = EVERY_TILE
+    decoding: tuple[str, ...] = tuple(DECODING)
     N: int = 32
     head_dims: tuple[int, ...] = (80, 128)
     lengths: tuple[int, ...] = (2048, 4096, 8192, 16384)
@@ -86,21 +100,83 @@ class Sizes:
 
 
 TINY = Sizes(
-    checks=("one",), N=2, head_dims=(16,), lengths=(12,), windows=(8,),
+    checks=("one",), every_tile=("one",), decoding=("decode, tiny",), N=2, head_dims=(16,), lengths=(12,), windows=(8,),
     model=Shape(layers=2, E=16, N=2, mlp=16, V=32, window=4), B=1, T=6, seconds=0, most=3600, total=3600,
 )  # fmt: skip
+
+
+def checked(name: str, dtype: str, run: Callable[[], None]) -> dict[str, Any]:
+    """The line of a check, which fails by raising."""
+    error = ""
+    try:
+        run()
+    except Exception as failure:  # whatever it is, it goes into the table
+        error = f"{type(failure).__name__}: {failure}".replace("\n", " ")[:300]
+    return {"shape": name, "dtype": dtype, "right": not error, "error": error}
 
 
 def check(clock: Clock, name: str) -> Iterator[dict[str, Any]]:
     """One shape against the reference in float64, with all gradients."""
     shape, options, dtype = CHECKS[name]
     draw = partial(make_inputs, dtype=DTYPES[dtype], device=clock.device, **shape)
-    error = ""
-    try:
-        check_backend(draw, "triton", **options)
-    except Exception as failure:  # whatever it is, it goes into the table
-        error = f"{type(failure).__name__}: {failure}".replace("\n", " ")[:300]
-    yield {"shape": name, "dtype": dtype, "right": not error, "error": error}
+    yield checked(name, dtype, partial(check_backend, draw, "triton", **options))
+
+
+def check_every_tile(clock: Clock, name: str) -> Iterator[dict[str, Any]]:
+    """`check` with each of the tiles that the tuner may choose, forward and backward at once."""
+    from dcformer.ops.mixers.triton import launch
+
+    shape, options, dtype = CHECKS[name]
+    draw = partial(make_inputs, dtype=DTYPES[dtype], device=clock.device, **shape)
+    most = 0
+
+    def choose(problem: object, tiles: list[Any], *_: object, **__: object) -> Any:
+        nonlocal most
+        most = max(most, len(tiles))
+        return tiles[min(i, len(tiles) - 1)]
+
+    i, launch.choose = 0, choose
+    while i == 0 or i < most:
+        yield checked(f"{name}, tile {i}", dtype, partial(check_backend, draw, "triton", **options))
+        i += 1
+
+
+def check_decoding(clock: Clock, name: str) -> Iterator[dict[str, Any]]:
+    """The output against the reference in float64; the same bits from a CUDA graph, with other queries than it recorded."""
+    shape, options, dtype = DECODING[name]
+    with torch.no_grad():
+        inputs = cached_inputs(DTYPES[dtype], clock.device, shape)
+        call = partial(composed_attention, *inputs.call(), attn_mask=inputs.attn_mask, **options)
+
+        def right() -> None:
+            wide = inputs.to(torch.float64)
+            exact = composed_attention(*wide.call(), attn_mask=wide.attn_mask, backend="reference", **options)
+            assert_within_budget(call(backend="triton"), call(backend="reference"), exact, factor=2)
+
+        def replayed() -> None:
+            outs: list[Tensor] = []
+            replay = clock.captured(lambda: outs.append(call(backend="triton")))
+            inputs.query.copy_(torch.randn_like(inputs.query))
+            replay()
+            assert torch.equal(outs[-1], call(backend="triton")), "the graph's bits differ from those of launches"
+
+        yield checked(name, dtype, right)
+        yield checked(f"{name}, CUDA graph", dtype, replayed)
+
+
+def cached_inputs(dtype: torch.dtype, device: str, shape: dict[str, Any]) -> Inputs:
+    """Inputs without gradients, whose keys, values and key-wise weights are views of caches [B, K or N, S, channels]."""
+    inputs = make_inputs(dtype=dtype, device=device, **shape)
+    sides, states = [], []
+    for state, side in ((inputs.key, inputs.pre), (inputs.value, inputs.post)):
+        assert side is not None and side.key is not None
+        weights = side.key.detach().permute(0, 3, 1, 2)
+        if state.shape[1] == weights.shape[1]:
+            cache = torch.cat([state.detach(), weights], 3)
+            state, weights = cache.split([state.shape[3], weights.shape[3]], 3)
+        sides.append(side.map(Tensor.detach)._replace(key=weights.permute(0, 2, 3, 1)))
+        states.append(state.detach())
+    return Inputs(inputs.query.detach(), *states, *sides, inputs.attn_mask)
 
 
 class CompiledChunked(ChunkedMixer):
@@ -277,6 +353,8 @@ def jobs(clock: Clock, sizes: Sizes) -> dict[str, Job]:
     mixers, compiled = ("triton", "chunked"), ("chunked compiled",)
     found = [
         *((f"check {name}", "checks", 90, partial(check, clock, name)) for name in sizes.checks),
+        *((f"check {name}, tiles", "checks", 90, partial(check_every_tile, clock, name)) for name in sizes.every_tile),
+        *((f"check {name}", "checks", 90, partial(check_decoding, clock, name)) for name in sizes.decoding),
         *((f"times D={D} W={W}", "times", 90, partial(times, clock, sizes, D, W, mixers)) for D, W in shapes),
         ("training", "model", 60, partial(training, clock, sizes, compiled=False)),
         ("decoding", "model", 45, partial(decoding, clock, sizes)),
@@ -371,11 +449,11 @@ def main() -> int:
     undone = [line for line in lines["jobs"] if line["outcome"] != "done"]
     table(wrong, ["shape", "dtype", "error"])
     table(undone, ["job", "lines", "seconds", "outcome"])
-    right = len(lines.get("checks", ())) - len(wrong)
-    print(f"{right} of {len(checks)} shapes are right; {len(undone)} of {len(todo)} jobs did not run to their end")
+    ran = len(lines.get("checks", ()))
+    print(f"{len(wrong)} of {ran} checks failed; {len(undone)} of {len(todo)} jobs did not run to their end")
     (arguments.out / "gpu.json").write_text(json.dumps({**about, "goals": reached}, indent=1) + "\n")
     plot(lines.get("times", []), arguments.out / "gpu.png")
-    return int(right < len(checks) or bool(undone))
+    return int(bool(wrong) or bool(undone))
 
 
 if __name__ == "__main__":

@@ -301,7 +301,7 @@ print((peak() - before) / 1024)
 
 @pytest.mark.parametrize("window", [1, 50, 300])
 def test_windows_cost_what_they_see(window):
-    """The pairs that the blocks cover grow with T W, not T^2: on a CPU to twice those seen, for a GPU's launches to five times."""
+    """The pairs that the blocks cover grow with T W, not T^2: to twice those seen, on a GPU, for fewer launches, five times."""
 
     def pairs(T, device):
         q = torch.empty(1, 8, T, 4, device=device)
