@@ -23,6 +23,16 @@ def test_one_kernel(tmp_path, monkeypatch):
     assert 32 <= line.registers <= 255 and line.shared > 0 and 0 < line.occupancy <= 0.5
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels of the interpreter cannot be compiled")
+def test_a_static_base_does_not_spill_backward(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    benchmark = runpy.run_path(str(BENCHMARK))
+    launches = benchmark["mixer_launches"]("backward", 16, "qkb")
+    assert [launch.kernel.__name__ for launch in launches] == ["backward_of_post", "backward_of_pre"]
+    line = benchmark["measure"]("backward", launches[0], 90, 16, "qkb")
+    assert line.tensor_cores and (line.spill_stores, line.spill_loads, line.stack) == (0, 0, 0)
+
+
 def test_decoding():
     """What is launched for one query and its cache is recorded."""
     launches = runpy.run_path(str(BENCHMARK))["decoding_launches"](4, 80, "qkb")
