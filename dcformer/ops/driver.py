@@ -123,9 +123,8 @@ def _spans(call: Call, alignment: int = 1) -> Iterator[_Span]:
     """The blocks that see any key, in the same order in forward and backward."""
     (B, N, T, _), S, window = call.query.shape, call.key.shape[2], call.window
     limit, least, together = _block_size(call.query.device, B)
-    # Of the C + W keys that a block in a window sees, each query sees W. A CPU, which pays by the score, has C up to W; a
-    # GPU, which pays by the launch, more.
-    most = T if window is None else max(least, window if call.query.device.type == "cpu" else 4 * window)
+    # Of the C + W keys that a block in a window sees, each query sees W: C beyond W would make masked scores mostly.
+    most = T if window is None else max(least, window)
     widest = S if window is None else min(S, most + window)
     C = min(most, max(least, limit // max(1, together * N * widest)))
     C = max(1, min(C, T))
