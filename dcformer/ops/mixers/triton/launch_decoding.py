@@ -53,7 +53,7 @@ def tile_of(call: Call) -> Tile:
     has_base = any(side.base is not None for side in sides)
     rank = max((max(_ranks(side)) for side in sides), default=0)
     NP = max(triton.next_power_of_2(N // _groups(call)), 16 if has_base else 1)  # a product on tensor cores takes 16 at least
-    most = 2048 >> has_base >> (rank > 2)
+    most = 2048 >> 2 * has_base >> (rank > 2)
     wide = call.query.dtype == torch.float32 or max(D, E) > 128
     BS = max(16, min(16 if wide else 32, most // NP))
     return Tile(NP, max(1, min(triton.next_power_of_2(T), most // (NP * BS))), max(16, triton.next_power_of_2(N // K * T)), BS)
@@ -104,6 +104,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         query, key, scores, partial, *weights, mask, *query.stride(), *key.stride(), *strides, *mask_strides,
         call.scale, B, T, *keys, lower, upper,
         *heads, D, *_ranks(pre), *tile, BD, num_warps=warps, num_stages=3,
+        maxnreg=255 if warps == 4 or weights[0] is not None else None,  # else the assembler may take 128, and spill
     )  # fmt: skip
     statistics = query.new_empty(B, N, T, 2, dtype=torch.float32)
     outs = query.new_empty(splits, B, N, T, E, dtype=torch.float32)
