@@ -117,12 +117,12 @@ def texts(split: Split, count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
 def training_texts(count: int, seed: int = 0) -> Iterator[str]:
     """What models train on: tasks of "train" without brackets, and between them what all words are, those of "unseen" too.
 
-    Without the latter nobody could know that an unseen thing is a fruit.
+    Without the latter nobody could know that an unseen thing is a fruit. Only facts drawn by chance stand between < and >.
     """
     tasks, facts = texts("train", count, seed), _lexicon(random.Random(f"{seed} lexicon"))
     for index in range(count):
         if index % _LEXICON_SHARE == 0:
-            yield "\n" + "\n".join(f"< {fact} >" for fact in islice(facts, LINES)) + "\n"
+            yield "\n" + "\n".join(islice(facts, LINES)) + "\n"
         else:
             yield without_brackets(next(tasks)[1])
 

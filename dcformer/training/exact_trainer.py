@@ -113,9 +113,9 @@ class RunOrder(Sampler[int]):
 
 
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Rows to a batch [B, T]; the model shifts labels by itself."""
+    """Rows to a batch [B, T], with `labels` of their own or the tokens themselves; the model shifts labels by itself."""
     ids = torch.stack([row["input_ids"] for row in rows])
-    return {"input_ids": ids, "labels": ids}
+    return {"input_ids": ids, "labels": torch.stack([row.get("labels", row["input_ids"]) for row in rows])}
 
 
 def rows_per_step(args: TrainingArguments) -> int:

@@ -1,11 +1,12 @@
 import json
+import re
 import shutil
 from functools import partial
 
 import matplotlib.image
 import pytest
 
-from dcformer.studies.synthetic import Synthetic, paragraph, summarize, synthetic
+from dcformer.studies.synthetic import Synthetic, _prepare, paragraph, summarize, synthetic
 from dcformer.studies.tasks import families
 from dcformer.training import DataSettings
 
@@ -62,6 +63,19 @@ def test_a_whole_study(whole):
             assert all(figures["words"] == 6 and figures["loss"] > 0 for figures in run["accuracy"][split].values())
     text = (out / "paragraph.md").read_text()
     assert text == paragraph(report) + "\n" and text.startswith(f"{len(families())} families of tasks")
+
+
+def test_facts_are_no_labels(tmp_path):
+    """What stands between < and > is not learned, wherever a row is cut; all that follows is."""
+    prepared = _prepare(TINY, tmp_path)
+    for split in (prepared.train, prepared.validation):
+        ids, labels = ([x for row in split[name] for x in row] for name in ("input_ids", "labels"))
+        assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+        learned = prepared.tokenizer.decode([label for label in labels if label != -100], skip_special_tokens=True)
+        text = prepared.tokenizer.decode(ids, skip_special_tokens=True)
+        start, stop = text.index(">"), text.rindex("<")  # the row before and after are not there
+        assert re.sub(r"<[^>]*(?=>)", "", text[start:stop]).replace(" ", "") in learned.replace(" ", "")
+        assert "<" not in learned and learned.count(">") == text.count(">")
 
 
 def test_a_study_that_is_done_is_not_done_again(copied, whole, monkeypatch):
