@@ -153,7 +153,7 @@ def paragraph(report: dict[str, Any]) -> str:
     lines = [
         f"{len(of_first)} families of tasks in one mixture, {settings['tokens'] / 1e6:.1f} M tokens, a DCFormer and a "
         f"Transformer++ of the same shape ({shape}), {seeds} seed{'s' * (seeds > 1)}, trained on all but "
-        "the facts; accuracy of the words in brackets, mean over families.",
+        "what is between < and >; accuracy of the words in brackets, mean over families.",
         "",
         "| | DCFormer | Transformer++ |",
         "|---|---|---|",
@@ -186,16 +186,16 @@ def _prepare(settings: Synthetic, work: Path) -> PreparedData:
     with explained_disk_errors("training texts", path.parent):
         write_text(path, _lines({"text": text} for text in training_texts(settings.texts)))
     data = prepare_data(DataSettings(data=(str(path),), vocab_size=settings.vocab_size, block_size=settings.block_size))
-    opens, closes = (data.tokenizer.encode(f"a {mark}")[-1] for mark in "<>")
-    mask = partial(_without_facts, opens=opens, closes=closes)
+    marks = data.tokenizer.encode("< a >")
+    mask = partial(_without_facts, opens=marks[0], closes=marks[-1])
     train, validation = (split.map(mask, batched=True) for split in (data.train, data.validation))
     learned = [token for row in validation["labels"] for token in row if token != -100]
-    bytes_per_token = len(str(data.tokenizer.decode(learned)).encode()) / len(learned)
+    bytes_per_token = len(str(data.tokenizer.decode(learned, skip_special_tokens=True)).encode()) / len(learned)
     return data._replace(train=train, validation=validation, bytes_per_token=bytes_per_token)
 
 
 def _without_facts(rows: dict[str, Any], opens: int, closes: int) -> dict[str, Any]:
-    """Labels of rows [B, T]: their tokens, -100 from one that opens to before one that closes, which may be in other rows."""
+    """Labels of rows [B, T]: their tokens, -100 from one that opens to before one that closes; a row may lack either."""
     ids = np.array(rows["input_ids"])
     change = np.where(ids == opens, 1, 0) - np.where(ids == closes, 1, 0)
     depth = change.cumsum(1)

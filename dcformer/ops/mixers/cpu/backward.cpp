@@ -11,7 +11,7 @@ namespace dcformer {
 namespace {
 
 // What the tasks of a block sum up of one composition: query-wise weights [task, C, 2R+1, N, V] and static base [task, G, n, n, V],
-// vectors along the keys still. The static base of all blocks [G, n, n] is a sum of too many terms for float32.
+// vectors along the keys still. The static base's sum over blocks [G, n, n] is in float64: it has as many terms as there are pairs.
 class Sums {
  public:
   Sums(const Problem& p, const Side& side, const Plan& plan)
@@ -30,15 +30,17 @@ class Sums {
   // Writes the gradients of the block's query-wise weights, and adds to those of the static base.
   void finish(const Plan& plan, const Block& block, const SideGrads& grads) {
     const int64_t splits = plan.splits(block), row = query_row_ / V;
-    at::parallel_for(0, row ? block.batch * block.queries : 0, 8, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t r = i / block.queries, c = i % block.queries;
-        float* const to = grads.query + ((block.b0 + r) * p_.T + block.t0 + c) * row;
-        for (int64_t k = 0; k < row; ++k) {
-          to[k] = total(query_ + r * splits * query_task_ + c * query_row_ + k * V, query_task_, splits);
+    if (side_.query) {
+      at::parallel_for(0, block.batch * block.queries, 8, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          const int64_t r = i / block.queries, c = i % block.queries;
+          float* const to = grads.query + ((block.b0 + r) * p_.T + block.t0 + c) * row;
+          for (int64_t k = 0; k < row; ++k) {
+            to[k] = total(query_ + r * splits * query_task_ + c * query_row_ + k * V, query_task_, splits);
+          }
         }
-      }
-    });
+      });
+    }
     at::parallel_for(0, base_task_ / V, 64, [&](int64_t begin, int64_t end) {
       for (int64_t k = begin; k < end; ++k) {
         whole_base_[k] += total(base_ + k * V, base_task_, block.batch * splits);

@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
 
 def tiles_of(heads: int, rank: int, has_base: bool, backward: bool) -> list[Tile]:
-    """The tiles to choose from: what registers hold without spilling, the best guess first, then wider, then smaller ones.
+    """The tiles to choose from: what registers hold, spilling the least; the best guess first, then wider, then smaller ones.
 
     Forward that is 32 scores a thread, fewer with higher ranks, more heads, or products with static weights. Backward it is 8,
     and beside them 40 sums of gradients of key-wise weights. Static weights want registers for n x n numbers too.
