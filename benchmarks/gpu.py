@@ -162,7 +162,7 @@ def check_decoding(clock: Clock, name: str) -> Iterator[dict[str, Any]]:
 
 
 def cached_inputs(dtype: torch.dtype, device: str, shape: dict[str, Any]) -> Inputs:
-    """Inputs without gradients; keys, values and key-wise weights are views of caches [B, N, S, ...] where no heads share keys."""
+    """Inputs without gradients; if no heads share keys, keys, values, key-wise weights are views of caches [B, N, S, ...]."""
     inputs = make_inputs(dtype=dtype, device=device, **shape)
     sides, states = [], []
     for state, side in ((inputs.key, inputs.pre), (inputs.value, inputs.post)):
