@@ -1,6 +1,7 @@
 """The Triton kernels in Triton's interpreter, against the reference in float64. `test_triton.py` runs this file."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -60,21 +61,24 @@ def tiles(monkeypatch):
     return choose
 
 
-def check(inputs, **options):
-    check_backend(lambda: inputs, "triton", draws=1, **options)
+def check(draw, **options):
+    """Three draws together where a static base has few heads: by luck the reference may be right in each of its few numbers."""
+    sides = [side for side in (draw().pre, draw().post) if side is not None]
+    few = any(side.base is not None and side.base.numel() <= 25 for side in sides)
+    check_backend(draw, "triton", draws=3 if few else 1, **options)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_error_budget(case, tiles):
     sizes, options, tile = CASES[case]
     tiles(tile)
-    check(make_inputs(**sizes), **options)
+    check(partial(make_inputs, **sizes), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_error_budget_in_half(dtype, tiles):
     tiles(WIDE)
-    check(make_inputs(B=2, N=12, T=33, K=4, dtype=dtype), is_causal=True)
+    check(partial(make_inputs, B=2, N=12, T=33, K=4, dtype=dtype), is_causal=True)
 
 
 @pytest.mark.parametrize("options", [dict(), dict(window=9)])
@@ -83,7 +87,7 @@ def test_many_blocks(options, tiles, monkeypatch):
     monkeypatch.setattr("dcformer.ops.driver._CPU_BLOCK", 300)
     monkeypatch.setattr("dcformer.ops.driver._CPU_MIN_QUERIES", 15)
     tiles(WIDE)
-    check(make_inputs(B=2, T=35, K=2), is_causal=True, **options)
+    check(partial(make_inputs, B=2, T=35, K=2), is_causal=True, **options)
 
 
 def test_trials_of_tiles_leave_the_block_alone(tiles, monkeypatch):
@@ -97,7 +101,7 @@ def test_trials_of_tiles_leave_the_block_alone(tiles, monkeypatch):
         return candidates[0]
 
     monkeypatch.setattr(launch, "choose", choose)
-    check(make_inputs(N=2, T=17, D=8, mask="float"), is_causal=True)
+    check(partial(make_inputs, N=2, T=17, D=8, mask="float"), is_causal=True)
 
 
 def test_rows_without_keys_and_nan_beyond(tiles, monkeypatch):
@@ -121,8 +125,8 @@ def test_documents(tiles, monkeypatch):
     monkeypatch.setattr("dcformer.ops.driver._CPU_BLOCK", 300)
     documents = torch.randint(3, (2, 41)).cumsum(1)
     documents[0, 35:] = -1
-    check(make_inputs(B=2, T=29, S=41), document_ids=documents, is_causal=True)
-    check(make_inputs(B=2, T=29, S=41, mask="float"), document_ids=documents, window=9)
+    check(partial(make_inputs, B=2, T=29, S=41), document_ids=documents, is_causal=True)
+    check(partial(make_inputs, B=2, T=29, S=41, mask="float"), document_ids=documents, window=9)
 
 
 def test_decoding_equals_prefill(tiles):
