@@ -67,7 +67,7 @@ class Synthetic:
     seeds: int = 1
     train: dict[str, Any] = field(
         default_factory=lambda: {
-            "batch_size": 4,  # it is the number of steps that tells here
+            "batch_size": 4,
             "learning_rate": 2e-3,
             "composition_learning_rate_ratio": 0.3,
             "eval_rows": 256,
