@@ -132,13 +132,15 @@ def assert_within_budget(
         assert got <= allowed, f"{what}: {name} error {got:.3g} exceeds {allowed:.3g} (eager {reference:.3g})"
 
 
-def results(inputs: Inputs, grad: Tensor, **options: Any) -> list[Tensor]:
+def results(inputs: Inputs, grad: Tensor | None, **options: Any) -> list[Tensor]:
     """The output of `composed_attention`, and the gradients of all of `inputs.floats()` where that of the output is `grad`."""
     out = composed_attention(*inputs.call(), attn_mask=inputs.attn_mask, **options)
-    return [out, *torch.autograd.grad(out, inputs.floats(), grad.to(out.dtype))]
+    return [out] if grad is None else [out, *torch.autograd.grad(out, inputs.floats(), grad.to(out.dtype))]
 
 
-def check_backend(draw: Callable[[], Inputs], backend: str, *, draws: int | None = None, **options: Any) -> None:
+def check_backend(
+    draw: Callable[[], Inputs], backend: str, *, draws: int | None = None, gradients: bool = True, **options: Any
+) -> None:
     """Checks output and all gradients of a backend against the reference in float64.
 
     Errors of all draws are pooled, each relative to its largest value.
@@ -147,6 +149,7 @@ def check_backend(draw: Callable[[], Inputs], backend: str, *, draws: int | None
         draw: gives fresh inputs of the case.
         backend: what is tested.
         draws: how many; None: five of a small case, one of a large one.
+        gradients: whether to check them too.
         options: of `composed_attention`.
 
     Raises:
@@ -155,7 +158,7 @@ def check_backend(draw: Callable[[], Inputs], backend: str, *, draws: int | None
     pooled: list[list[tuple[Tensor, ...]]] = []
     while True:
         inputs = draw()
-        grad = torch.randn(inputs.query.shape, device=inputs.query.device)
+        grad = torch.randn(inputs.query.shape, device=inputs.query.device) if gradients else None
         exact = results(inputs.to(torch.float64), grad, backend="reference", **options)
         eager = results(inputs, grad, backend="reference", **options)
         actual = results(inputs, grad, backend=backend, **options)

@@ -1,6 +1,7 @@
 """The Triton kernels for few queries, in Triton's interpreter, against the reference. `test_triton.py` runs this file."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from dcformer import Composition, composed_attention
 from dcformer.ops import driver, reference
 from dcformer.ops.mixers import MIXERS, Call
 from dcformer.ops.mixers.triton import decoding, launch_decoding
-from dcformer.testing import Inputs, assert_within_budget, make_inputs
+from dcformer.testing import Inputs, check_backend, make_inputs
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 
@@ -82,25 +83,18 @@ def draw(*args, **sizes) -> Inputs:
     return inputs
 
 
-def check(inputs: Inputs, **options) -> None:
-    out, eager, exact = (
-        composed_attention(*i.call(), attn_mask=i.attn_mask, backend=backend, **options)
-        for i, backend in ((inputs, "triton"), (inputs, "reference"), (inputs.to(torch.float64), "reference"))
-    )
-    assert_within_budget(out, eager, exact, factor=2)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_error_budget(case, programs):
     sizes, options, count = CASES[case]
     programs(count)
-    check(draw(**sizes), **options)
+    check_backend(partial(draw, **sizes), "triton", gradients=False, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("mask", [None, "float"])
 def test_error_budget_in_half(dtype, mask):
-    check(draw(B=2, N=12, T=2, S=70, K=4, D=48, mask=mask, dtype=dtype), is_causal=True)
+    make = partial(draw, B=2, N=12, T=2, S=70, K=4, D=48, mask=mask, dtype=dtype)
+    check_backend(make, "triton", gradients=False, is_causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -108,21 +102,21 @@ def test_error_budget_in_half(dtype, mask):
 def test_views_of_a_cache(dtype, D, E, R):
     """Keys and values with their weights behind them, strided queries, and NaN behind the last key, which nobody reads."""
     B, N, T, S, most = 2, 6, 2, 45, 64
-    drawn = draw(B, N, T, D, S=most, R=R, dtype=dtype)
-    sides = []
-    for states, side in ((drawn.key, drawn.pre), (torch.randn(B, N, most, E).to(dtype), drawn.post)):
-        cache = torch.cat([states, side.key.permute(0, 3, 1, 2)], 3)
-        cache[:, :, S:] = torch.nan
-        query = side.query.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-        size = states.shape[3]
-        sides.append((cache[:, :, :S, :size], Composition(side.base, query, cache[:, :, :S, size:].permute(0, 2, 3, 1))))
-    (key, pre), (value, post) = sides
-    query = drawn.query.transpose(1, 2).contiguous().transpose(1, 2)
-    inputs = Inputs(query, key, value, pre, post)
-    out = composed_attention(*inputs.call(), is_causal=True, backend="triton")
-    eager = composed_attention(*inputs.call(), is_causal=True, backend="reference")
-    exact = composed_attention(*inputs.to(torch.float64).call(), is_causal=True, backend="reference")
-    assert_within_budget(out, eager, exact, factor=2)
+
+    def make():
+        drawn = draw(B, N, T, D, S=most, R=R, dtype=dtype)
+        sides = []
+        for states, side in ((drawn.key, drawn.pre), (torch.randn(B, N, most, E).to(dtype), drawn.post)):
+            cache = torch.cat([states, side.key.permute(0, 3, 1, 2)], 3)
+            cache[:, :, S:] = torch.nan
+            query = side.query.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+            size = states.shape[3]
+            weights = cache[:, :, :S, size:].permute(0, 2, 3, 1)
+            sides.append((cache[:, :, :S, :size], Composition(side.base, query, weights)))
+        (key, pre), (value, post) = sides
+        return Inputs(drawn.query.transpose(1, 2).contiguous().transpose(1, 2), key, value, pre, post)
+
+    check_backend(make, "triton", gradients=False, is_causal=True)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
