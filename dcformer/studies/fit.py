@@ -1,7 +1,8 @@
-"""Scaling laws of two models on the same text: loss = floor + scale * cost ** -exponent, and how much cost one saves the other.
+"""Loss against cost of two models on the same text, and how much cost one saves the other.
 
-The floor, what no model can know of the text, is one for both; scale and exponent are each model's own. d draws of a bootstrap,
-n points of a model, f floors tried.
+log(loss) is taken as a parabola in log(cost). What bends it is one for both models: upwards where losses near the floor that no
+model can go below, downwards where models of few steps have yet to learn what is easy. Height and slope are each model's own.
+d draws of a bootstrap, n points of a model.
 """
 
 from __future__ import annotations
@@ -19,72 +20,72 @@ _DRAWS, _LEVEL = 1000, 0.95
 
 
 @dataclass(frozen=True)
-class Laws:
-    """What was fitted, for every draw.
+class Curves:
+    """What was fitted, for every draw: log(loss) = height + slope * x + bend * x ** 2, with x = log(cost / middle).
 
     Attributes:
-        floor: [d].
-        lines: for each model, intercept and slope [d] of log(loss - floor) against log(cost).
+        middle: a cost.
+        bend: [d].
+        lines: for each model, height and slope [d].
     """
 
-    floor: Array
+    middle: float
+    bend: Array
     lines: dict[str, tuple[Array, Array]]
 
     def loss(self, model: str, cost: Array) -> Array:
         """[d, n] of costs [n]."""
-        intercept, slope = self.lines[model]
-        return self.floor[:, None] + np.exp(intercept[:, None] + slope[:, None] * np.log(cost))
+        height, slope = self.lines[model]
+        x = np.log(cost / self.middle)
+        return np.exp(height[:, None] + slope[:, None] * x + self.bend[:, None] * x**2)
 
     def cost(self, model: str, loss: Array) -> Array:
-        """[d, n], the cost at which a model has a loss [d, n]; infinite where it never has."""
-        intercept, slope = self.lines[model]
-        above = loss - self.floor[:, None]
+        """[d, n], the cost at which a model has a loss [d, n], where its curve falls; infinite where it never has."""
+        height, slope = (each[:, None] for each in self.lines[model])
+        drop, bend = height - np.log(loss), self.bend[:, None]
+        under_root = slope**2 - 4 * bend * drop
         with np.errstate(divide="ignore", invalid="ignore"):
-            log_cost = (np.log(above) - intercept[:, None]) / slope[:, None]
-        return np.where((above > 0) & (slope[:, None] < 0), np.exp(np.minimum(log_cost, 700)), np.inf)
+            x = 2 * drop / (np.sqrt(under_root) - slope)  # this form is good for no bend, too
+        return np.where(np.isfinite(x), self.middle * np.exp(np.minimum(x, 500)), np.inf)
 
 
 def multipliers(points: Points, ours: str, theirs: str, at: Array, seed: int = 0) -> dict[str, Any]:
-    """How many times a cost of ours the other model needs for the loss that we have there, both read off the laws.
+    """How many times a cost of ours the other model needs for the loss that we have there, both read off the curves.
 
     Intervals come from a bootstrap: residuals of all points together, widened by the degrees of freedom that the fit took, are
-    drawn anew, added to the laws, and all is fitted again. Costs beyond the other model's largest are extrapolated.
+    drawn anew, added to the curves, and all is fitted again. Costs beyond the other model's largest are extrapolated.
 
     Args:
         points: for both models the costs [n] and the losses [n] of finished runs.
         ours: a key of `points`.
         theirs: the other one.
-        at: our costs to look at, ascending, one a size; at least 3 for a floor above zero.
+        at: our costs to look at, ascending, one a size; at least 3 for curves that bend.
         seed: of the bootstrap.
 
     Returns:
-        JSON-ready. `floor`; `laws`: of each model `scale` and `exponent`; `at`: for each cost `cost`,
+        JSON-ready. `curves`: of each model log(loss) as a polynomial in log(cost), constant first; `at`: for each cost `cost`,
         `loss`, `multiplier`, `low` and `high` (95 %), `extrapolated`. `None`: there is no such number, as `low` and `high`
-        where there are no more points than the fit has parameters, or they are beyond all bounds. All is `None` or empty for
-        less than two sizes.
+        where there are no more points than the fit has parameters, or they are beyond all bounds. All is empty for less than
+        two sizes.
     """
     if len(at) < 2:
-        return {"floor": None, "laws": {}, "at": []}
-    with_floor = len(at) > 2
-    laws = _fit({model: (cost, loss[None]) for model, (cost, loss) in points.items()}, with_floor)
-    found = _multipliers(laws, at, ours, theirs)[0]
+        return {"curves": {}, "at": []}
+    bent = len(at) > 2
+    curves = _fit({model: (cost, loss[None]) for model, (cost, loss) in points.items()}, bent)
+    found = _multipliers(curves, at, ours, theirs)[0]
     count = sum(len(cost) for cost, _ in points.values())
-    freedom = count - 4 - with_floor
+    freedom = count - 4 - bent
     low = high = np.full(len(at), np.nan)
     if freedom > 0:
-        draws = _multipliers(_fit(_redrawn(points, laws, count / freedom, seed), with_floor), at, ours, theirs)
+        draws = _multipliers(_fit(_redrawn(points, curves, count / freedom, seed), bent), at, ours, theirs)
         margin = (1 - _LEVEL) / 2
         low, high = np.quantile(draws, [margin, 1 - margin], axis=0, method="nearest")
     return {
-        "floor": float(laws.floor[0]),
-        "laws": {
-            model: {"scale": float(np.exp(intercept[0])), "exponent": float(-slope[0])}
-            for model, (intercept, slope) in laws.lines.items()
-        },
+        "curves": {model: _polynomial(curves, model) for model in points},
         "at": [
             {
                 "cost": float(cost),
-                "loss": float(laws.loss(ours, at)[0, i]),
+                "loss": float(curves.loss(ours, at)[0, i]),
                 "multiplier": _finite(found[i]),
                 "low": _finite(low[i]),
                 "high": _finite(high[i]),
@@ -95,12 +96,12 @@ def multipliers(points: Points, ours: str, theirs: str, at: Array, seed: int = 0
     }
 
 
-def _multipliers(laws: Laws, costs: Array, ours: str, theirs: str) -> Array:
-    return laws.cost(theirs, laws.loss(ours, costs)) / costs
+def _multipliers(curves: Curves, costs: Array, ours: str, theirs: str) -> Array:
+    return curves.cost(theirs, curves.loss(ours, costs)) / costs
 
 
-def _redrawn(points: Points, laws: Laws, inflation: float, seed: int) -> Points:
-    expected = {model: laws.loss(model, cost)[0] for model, (cost, _) in points.items()}
+def _redrawn(points: Points, curves: Curves, inflation: float, seed: int) -> Points:
+    expected = {model: curves.loss(model, cost)[0] for model, (cost, _) in points.items()}
     residuals = np.concatenate([np.log(loss / expected[model]) for model, (_, loss) in points.items()])
     residuals = (residuals - residuals.mean()) * np.sqrt(inflation)
     draw = np.random.default_rng(seed)
@@ -110,31 +111,27 @@ def _redrawn(points: Points, laws: Laws, inflation: float, seed: int) -> Points:
     }
 
 
-def _fit(points: Points, with_floor: bool) -> Laws:
-    """Least squares of log losses; losses are [d, n]. Floors are tried on a grid, then on a finer one around the best."""
-    top = np.min([loss.min(axis=1) for _, loss in points.values()], axis=0)  # [d]
-    shares = np.zeros((len(top), 1))
-    for step in (1 / 32, 1 / 512, 1 / 8192) if with_floor else ():
-        offsets = (np.arange(32) if step == 1 / 32 else np.arange(-16, 17)) * step
-        best = _errors(points, top[:, None] * np.clip(shares + offsets, 0, 1 - 1e-4))[0]
-        shares = np.clip(shares[:, 0] + offsets[best], 0, 1 - 1e-4)[:, None]
-    floors = top[:, None] * shares
-    lines = _errors(points, floors)[1]
-    return Laws(floors[:, 0], {model: (intercept[:, 0], slope[:, 0]) for model, (intercept, slope) in lines.items()})
+def _fit(points: Points, bent: bool) -> Curves:
+    """Least squares of log losses; losses are [d, n]."""
+    middle = float(np.exp(np.mean(np.concatenate([np.log(cost) for cost, _ in points.values()]))))
+    rows = []
+    for i, (cost, _) in enumerate(points.values()):
+        x = np.log(cost / middle)
+        row = np.zeros((len(x), 2 * len(points) + bent))
+        row[:, 2 * i], row[:, 2 * i + 1] = 1, x
+        if bent:
+            row[:, -1] = x**2
+        rows.append(row)
+    losses = np.concatenate([loss for _, loss in points.values()], axis=1)
+    solved = np.linalg.lstsq(np.concatenate(rows), np.log(losses).T, rcond=None)[0]  # [parameters, d]
+    bend = solved[-1] if bent else np.zeros(len(losses))
+    return Curves(middle, bend, {model: (solved[2 * i], solved[2 * i + 1]) for i, model in enumerate(points)})
 
 
-def _errors(points: Points, floors: Array) -> tuple[NDArray[np.intp], dict[str, tuple[Array, Array]]]:
-    """For floors [d, f]: which is best [d], and intercept and slope [d, f] of each model's line."""
-    errors, lines = np.zeros_like(floors), {}
-    for model, (cost, loss) in points.items():
-        x = np.log(cost)
-        y = np.log(loss[:, None] - floors[:, :, None])  # [d, f, n]
-        slope = ((y - y.mean(2, keepdims=True)) * (x - x.mean())).sum(2) / ((x - x.mean()) ** 2).sum()
-        intercept = y.mean(2) - slope * x.mean()
-        fitted = floors[:, :, None] + np.exp(intercept[:, :, None] + slope[:, :, None] * x)
-        errors += ((np.log(loss)[:, None] - np.log(fitted)) ** 2).sum(2)
-        lines[model] = (intercept, slope)
-    return errors.argmin(1), lines
+def _polynomial(curves: Curves, model: str) -> list[float]:
+    height, slope = curves.lines[model]
+    bend, x = curves.bend[0], np.log(curves.middle)
+    return [float(height[0] - slope[0] * x + bend * x**2), float(slope[0] - 2 * bend * x), float(bend)]
 
 
 def _finite(value: float) -> float | None:

@@ -75,7 +75,7 @@ def plot_synthetic(report: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def plot_scaling(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Draws loss against training FLOPs and against training time, both models' runs and laws.
+    """Draws loss against training FLOPs and against training time, both models' runs and the curves fitted to them.
 
     Args:
         report: what `dcformer.studies.scaling.scaling` returns.
@@ -88,7 +88,7 @@ def plot_scaling(report: dict[str, Any], folder: Path) -> list[Path]:
     panels = figure.subplots(1, 2, sharey=True)
     for axes, cost, label in zip(panels, ("flops", "seconds"), ("training FLOPs", "training time in seconds"), strict=True):
         for model in NAMES:
-            _draw_law(axes, report, model, cost)
+            _draw_fit(axes, report, model, cost)
         axes.set_xscale("log")
         axes.set_xlabel(label)
         axes.grid(alpha=0.25)
@@ -135,17 +135,17 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     return paths
 
 
-def _draw_law(axes: Axes, report: dict[str, Any], model: str, cost: str) -> None:
-    """Points of the runs at the chosen rates; the law, where there is one, as a line through them."""
+def _draw_fit(axes: Axes, report: dict[str, Any], model: str, cost: str) -> None:
+    """Points of the runs at the chosen rates; the curve fitted to them, where there is one."""
     rates = report["rates"][model]
     runs = [run for run in report["runs"] if run["model"] == model and run["error"] is None]
     runs = [run for run in runs if rates.get(run["rung"]) == run["learning_rate"]]
     costs = [run[cost] for run in runs]
     axes.plot(costs, [run["loss"] for run in runs], "o", color=_COLOURS[model], label=NAMES[model])
-    law, floor = report[cost]["laws"].get(model), report[cost]["floor"]
-    if law:
+    curve = report[cost]["curves"].get(model)
+    if curve:
         x = np.geomspace(min(costs), max(costs))
-        axes.plot(x, floor + law["scale"] * x ** -law["exponent"], color=_COLOURS[model], linewidth=1.2)
+        axes.plot(x, np.exp(np.polyval(curve[::-1], np.log(x))), color=_COLOURS[model], linewidth=1.2)
 
 
 def _draw(axes: Axes, report: dict[str, Any], model: str, per_token: float) -> None:

@@ -205,7 +205,7 @@ def paragraph(report: dict[str, Any]) -> str:
         if report[cost]["at"]:
             text.append(
                 f"At the loss that the DCFormer has, the Transformer++ needs {_times(report[cost]['at'][-1])} its {noun} at "
-                f"{last}, by the fitted laws ({', '.join(_short(each) for each in report[cost]['at'])})."
+                f"{last}, by the fitted curves ({', '.join(_short(each) for each in report[cost]['at'])})."
             )
     text.append("The paper reports 1.7 to 2.0 times the compute at 405M to 6.9B parameters.")
     if report["at_edge"]:

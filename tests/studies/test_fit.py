@@ -26,20 +26,34 @@ def noisy(draw, points, sd):
 
 def test_a_known_multiplier_is_found(seed):
     draw = np.random.default_rng(seed)
-    multiplier, floor = draw.uniform(0.6, 2.5), draw.uniform(0.5, 2.5)
-    found = multipliers(laws(draw, COSTS, multiplier, floor), "ours", "theirs", COSTS)
-    assert [each["multiplier"] for each in found["at"]] == pytest.approx([multiplier] * 5, rel=2e-3)
+    multiplier = draw.uniform(0.6, 2.5)
+    found = multipliers(laws(draw, COSTS, multiplier), "ours", "theirs", COSTS)
+    assert [each["multiplier"] for each in found["at"]] == pytest.approx([multiplier] * 5, rel=0.02)
     assert [each["cost"] for each in found["at"]] == list(COSTS)
-    assert found["floor"] == pytest.approx(floor, rel=2e-3)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
-def test_two_sizes_are_joined_by_power_laws_without_a_floor(seed):
+def test_a_known_multiplier_is_found_where_losses_fall_faster_and_faster(seed):
+    draw = np.random.default_rng(seed)
+    multiplier, bend = draw.uniform(0.6, 2.5), draw.uniform(0.01, 0.05)
+
+    def loss(cost):
+        x = np.log(cost / COSTS[0])
+        return 3.6 * np.exp(-0.05 * x - bend * x**2)
+
+    points = {"ours": (COSTS[:3], loss(multiplier * COSTS[:3])), "theirs": (COSTS[:3], loss(COSTS[:3]))}
+    found = multipliers(points, "ours", "theirs", COSTS[:3])
+    assert [each["multiplier"] for each in found["at"]] == pytest.approx([multiplier] * 3)
+    for model, (cost, losses) in points.items():
+        assert np.exp(np.polyval(found["curves"][model][::-1], np.log(cost))) == pytest.approx(losses)
+
+
+def test_two_sizes_are_joined_by_power_laws(seed):
     draw = np.random.default_rng(seed)
     multiplier = draw.uniform(0.6, 2.5)
     found = multipliers(laws(draw, COSTS[:2], multiplier, floor=0), "ours", "theirs", COSTS[:2])
     assert [each["multiplier"] for each in found["at"]] == pytest.approx([multiplier] * 2)
-    assert found["floor"] == 0
+    assert [curve[2] for curve in found["curves"].values()] == [0, 0]
     assert [(each["low"], each["high"]) for each in found["at"]] == [(None, None)] * 2  # nothing is left to judge the fit by
 
 
@@ -77,4 +91,4 @@ def test_a_loss_that_the_other_model_never_has():
 
 def test_one_size_is_too_little():
     points = {model: (COSTS[:1], np.array([3.0])) for model in ("ours", "theirs")}
-    assert multipliers(points, "ours", "theirs", COSTS[:1]) == {"floor": None, "laws": {}, "at": []}
+    assert multipliers(points, "ours", "theirs", COSTS[:1]) == {"curves": {}, "at": []}
