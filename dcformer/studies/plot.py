@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from dcformer.studies.report import NAMES
 
@@ -90,6 +90,9 @@ def plot_scaling(report: dict[str, Any], folder: Path) -> list[Path]:
         for model in NAMES:
             _draw_fit(axes, report, model, cost)
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(label)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
