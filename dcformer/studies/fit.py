@@ -21,32 +21,29 @@ _DRAWS, _LEVEL = 1000, 0.95
 
 @dataclass(frozen=True)
 class Curves:
-    """What was fitted, for every draw: log(loss) = height + slope * x + bend * x ** 2, with x = log(cost / middle).
+    """What was fitted, for every draw: log(loss) = height + slope * x + bend * x ** 2, with x = log(cost).
 
     Attributes:
-        middle: a cost.
-        bend: [d].
         lines: for each model, height and slope [d].
+        bend: [d].
     """
 
-    middle: float
-    bend: Array
     lines: dict[str, tuple[Array, Array]]
+    bend: Array
 
     def loss(self, model: str, cost: Array) -> Array:
         """[d, n] of costs [n]."""
         height, slope = self.lines[model]
-        x = np.log(cost / self.middle)
+        x = np.log(cost)
         return np.exp(height[:, None] + slope[:, None] * x + self.bend[:, None] * x**2)
 
     def cost(self, model: str, loss: Array) -> Array:
         """[d, n], the cost at which a model has a loss [d, n], where its curve falls; infinite where it never has."""
         height, slope = (each[:, None] for each in self.lines[model])
-        drop, bend = height - np.log(loss), self.bend[:, None]
-        under_root = slope**2 - 4 * bend * drop
-        with np.errstate(divide="ignore", invalid="ignore"):
-            x = 2 * drop / (np.sqrt(under_root) - slope)  # this form is good for no bend, too
-        return np.where(np.isfinite(x), self.middle * np.exp(np.minimum(x, 500)), np.inf)
+        drop = height - np.log(loss)
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            x = 2 * drop / (np.sqrt(slope**2 - 4 * self.bend[:, None] * drop) - slope)  # in this form bend may be 0
+            return np.where(np.isfinite(x), np.exp(x), np.inf)
 
 
 def multipliers(points: Points, ours: str, theirs: str, at: Array, seed: int = 0) -> dict[str, Any]:
@@ -81,7 +78,9 @@ def multipliers(points: Points, ours: str, theirs: str, at: Array, seed: int = 0
         margin = (1 - _LEVEL) / 2
         low, high = np.quantile(draws, [margin, 1 - margin], axis=0, method="nearest")
     return {
-        "curves": {model: _polynomial(curves, model) for model in points},
+        "curves": {
+            model: [float(height[0]), float(slope[0]), float(curves.bend[0])] for model, (height, slope) in curves.lines.items()
+        },
         "at": [
             {
                 "cost": float(cost),
@@ -113,25 +112,14 @@ def _redrawn(points: Points, curves: Curves, inflation: float, seed: int) -> Poi
 
 def _fit(points: Points, bent: bool) -> Curves:
     """Least squares of log losses; losses are [d, n]."""
-    middle = float(np.exp(np.mean(np.concatenate([np.log(cost) for cost, _ in points.values()]))))
     rows = []
     for i, (cost, _) in enumerate(points.values()):
-        x = np.log(cost / middle)
-        row = np.zeros((len(x), 2 * len(points) + bent))
-        row[:, 2 * i], row[:, 2 * i + 1] = 1, x
-        if bent:
-            row[:, -1] = x**2
+        row = np.zeros((len(cost), 2 * len(points) + 1))
+        row[:, 2 * i], row[:, 2 * i + 1], row[:, -1] = 1, np.log(cost), bent * np.log(cost) ** 2
         rows.append(row)
     losses = np.concatenate([loss for _, loss in points.values()], axis=1)
     solved = np.linalg.lstsq(np.concatenate(rows), np.log(losses).T, rcond=None)[0]  # [parameters, d]
-    bend = solved[-1] if bent else np.zeros(len(losses))
-    return Curves(middle, bend, {model: (solved[2 * i], solved[2 * i + 1]) for i, model in enumerate(points)})
-
-
-def _polynomial(curves: Curves, model: str) -> list[float]:
-    height, slope = curves.lines[model]
-    bend, x = curves.bend[0], np.log(curves.middle)
-    return [float(height[0] - slope[0] * x + bend * x**2), float(slope[0] - 2 * bend * x), float(bend)]
+    return Curves({model: (solved[2 * i], solved[2 * i + 1]) for i, model in enumerate(points)}, solved[-1])
 
 
 def _finite(value: float) -> float | None:
