@@ -59,9 +59,9 @@ class Synthetic:
             "initializer_range": 0.073,
         }
     )
-    texts: int = 40_000
+    texts: int = 80_000
     evaluated: int = 25
-    tokens: int = 16_000_000
+    tokens: int = 12_000_000
     vocab_size: int = 2048
     block_size: int = 256
     seeds: int = 1
