@@ -104,7 +104,7 @@ def ablation(
 def synthetic(
     out: Out,
     work: Work = Path("runs/synthetic"),
-    tokens: Annotated[int, typer.Option(min=1, help="To train each model on.")] = 16_000_000,
+    tokens: Annotated[int, typer.Option(min=1, help="To train each model on.")] = 12_000_000,
     seeds: Seeds = 1,
     learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", help="The peak, for both models.")] = 2e-3,
     bf16: Bf16 = None,

@@ -59,9 +59,9 @@ class Synthetic:
             "initializer_range": 0.073,
         }
     )
-    texts: int = 40_000
+    texts: int = 80_000
     evaluated: int = 25
-    tokens: int = 16_000_000
+    tokens: int = 12_000_000
     vocab_size: int = 2048
     block_size: int = 256
     seeds: int = 1
@@ -152,8 +152,8 @@ def paragraph(report: dict[str, Any]) -> str:
     shape = f"{layout['num_hidden_layers']} layers, E={layout['hidden_size']}, N={layout['num_attention_heads']}"
     lines = [
         f"{len(of_first)} families of tasks in one mixture, {settings['tokens'] / 1e6:.1f} M tokens, a DCFormer and a "
-        f"Transformer++ of the same shape ({shape}), {seeds} seed{'s' * (seeds > 1)}, trained on all but "
-        "what is between < and >; accuracy of the words in brackets, mean over families.",
+        f"Transformer++ of the same shape ({shape}), {seeds} seed{'s' * (seeds > 1)}, trained on "
+        "answers only; accuracy of the words in brackets, mean over families.",
         "",
         "| | DCFormer | Transformer++ |",
         "|---|---|---|",
@@ -180,27 +180,34 @@ def _share(value: float | None) -> str:
 
 
 def _prepare(settings: Synthetic, work: Path) -> PreparedData:
-    """Writes the training texts, tokenizes and packs them. Labels leave out what is between < and >, drawn by chance."""
+    """Writes the training texts, tokenizes and packs them. Only answers are labels: all else is drawn by chance."""
     path = work / "texts" / "train.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with explained_disk_errors("training texts", path.parent):
         write_text(path, _lines({"text": text} for text in training_texts(settings.texts)))
     data = prepare_data(DataSettings(data=(str(path),), vocab_size=settings.vocab_size, block_size=settings.block_size))
-    marks = data.tokenizer.encode("< a >")
-    mask = partial(_without_facts, opens=marks[0], closes=marks[-1])
+    tokens = np.array(data.tokenizer.convert_ids_to_tokens(list(range(len(data.tokenizer)))))
+    mask = partial(_answers, begins=np.char.startswith(tokens, "Ġ"), ends=np.isin(tokens, ["Ċ", data.tokenizer.eos_token]))
     train, validation = (split.map(mask, batched=True) for split in (data.train, data.validation))
     learned = [token for row in validation["labels"] for token in row if token != -100]
     bytes_per_token = len(str(data.tokenizer.decode(learned, skip_special_tokens=True)).encode()) / len(learned)
     return data._replace(train=train, validation=validation, bytes_per_token=bytes_per_token)
 
 
-def _without_facts(rows: dict[str, Any], opens: int, closes: int) -> dict[str, Any]:
-    """Labels of rows [B, T]: their tokens, -100 from one that opens to before one that closes; a row may lack either."""
+def _answers(rows: dict[str, Any], begins: np.ndarray, ends: np.ndarray) -> dict[str, Any]:
+    """Labels of rows [B, T]: the last word of each line whose end is in the row, -100 for all other tokens.
+
+    Args:
+        rows: with `input_ids`.
+        begins: [V], tokens that begin a word.
+        ends: [V], tokens that end a line.
+    """
     ids = np.array(rows["input_ids"])
-    change = np.where(ids == opens, 1, 0) - np.where(ids == closes, 1, 0)
-    depth = change.cumsum(1)
-    inside = depth - np.minimum(depth.min(1, keepdims=True), 0) > 0
-    return {"labels": np.where(inside, -100, ids)}
+    words, end = begins[ids].cumsum(1), ends[ids]
+    # Of each place, how many words have begun before the next end of a line, more than there are where none follows.
+    at_end = np.where(end, words, ids.shape[1] + 1)
+    at_end = np.minimum.accumulate(at_end[:, ::-1], axis=1)[:, ::-1]
+    return {"labels": np.where((words == at_end) & ~end, ids, -100)}
 
 
 def _accuracy(

@@ -1,7 +1,8 @@
 """Small tasks about who owns, likes or does what, as the authors of arXiv 2405.08553 have: drawn by chance, fixed by a seed.
 
-A line states facts, between < and >, and asks something; the answer is in brackets. A text has a few lines of one family: the
-first of them, without brackets, show what is asked. All words follow a space, so that a word is the same tokens everywhere.
+A line states facts, between < and >, and asks something; the answer, in brackets, ends it. A text has a few lines of one
+family: the first of them, without brackets, show what is asked. All words follow a space, so that a word is the same tokens
+everywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ SHOTS = 2
 LINES = 8
 # One line in so many is kept from training, for "seen": new questions about words that training has.
 _SEEN = 16
-_LEXICON_SHARE = 8  # one text of training in so many says what the words are
+_LEXICON_SHARE = 4  # one text of training in so many says what the words are
+_FACTS = (1, 1, 2, 3)  # how many the lines of a text of training have, drawn from these; those of other splits have the most
 
 
 class Family(NamedTuple):
@@ -27,11 +29,11 @@ class Family(NamedTuple):
 
     Attributes:
         name: of the family.
-        line: draws a line.
+        line: draws a line, with so many facts, or as many more as its question needs.
     """
 
     name: str
-    line: Callable[[random.Random, Words], str]
+    line: Callable[[random.Random, Words, int], str]
 
 
 class _Domain(NamedTuple):
@@ -94,7 +96,8 @@ def families() -> dict[str, Family]:
 def texts(split: Split, count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
     """Texts of all families in turn: of each the family's name and the text, in the format of the authors' tasks.
 
-    No line is in two splits.
+    No line is in two splits. Lines have three facts, in most texts of training fewer: who cannot find the one fact yet learns
+    nothing from three.
 
     Args:
         split: "train"; "seen", other lines with the same words; "unseen", lines with other names, things and cities.
@@ -109,7 +112,8 @@ def texts(split: Split, count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
     known, vocabulary = list(families().values()), words(split)
     for index in range(count):
         family, rng = known[index % len(known)], random.Random(f"{seed} {split} {index}")
-        lines = [_line(family, rng, vocabulary, split) for _ in range(LINES)]
+        facts = rng.choice(_FACTS) if split == "train" else max(_FACTS)
+        lines = [_line(family, rng, vocabulary, split, facts) for _ in range(LINES)]
         lines[:SHOTS] = [without_brackets(line) for line in lines[:SHOTS]]
         yield family.name, "\n" + "\n".join(lines) + "\n"
 
@@ -117,19 +121,19 @@ def texts(split: Split, count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
 def training_texts(count: int, seed: int = 0) -> Iterator[str]:
     """What models train on: tasks of "train" without brackets, and between them what all words are, those of "unseen" too.
 
-    Without the latter nobody could know that an unseen thing is a fruit. Only facts drawn by chance stand between < and >.
+    Without the latter nobody could know that an unseen thing is a fruit, or would ever say an unseen name.
     """
-    tasks, facts = texts("train", count, seed), _lexicon(random.Random(f"{seed} lexicon"))
+    tasks, lexicon = texts("train", count, seed), _lexicon(random.Random(f"{seed} lexicon"))
     for index in range(count):
         if index % _LEXICON_SHARE == 0:
-            yield "\n" + "\n".join(islice(facts, LINES)) + "\n"
+            yield "\n" + "\n".join(islice(lexicon, LINES)) + "\n"
         else:
             yield without_brackets(next(tasks)[1])
 
 
-def _line(family: Family, rng: random.Random, vocabulary: Words, split: Split) -> str:
+def _line(family: Family, rng: random.Random, vocabulary: Words, split: Split, facts: int) -> str:
     while True:
-        line = family.line(rng, vocabulary)
+        line = family.line(rng, vocabulary, facts)
         kept = hashlib.sha256(without_brackets(line).encode()).digest()[0] % _SEEN == 0
         if split == "unseen" or kept == (split == "seen"):
             return line
@@ -138,11 +142,15 @@ def _line(family: Family, rng: random.Random, vocabulary: Words, split: Split) -
 def _lexicon(rng: random.Random) -> Iterator[str]:
     """What each word is, all of them once before one comes again, without an end."""
     vocabulary = all_words()
-    facts = [f"{name} is a person." for name in vocabulary.names]
-    facts += [f"{_article(t).capitalize()} is a kind of {kind}." for kind, these in vocabulary.things.items() for t in these]
-    facts += [f"{city} is a city in {country}." for country, these in vocabulary.cities.items() for city in these]
+    lines = [f"< This is {name}. > This is {name}" for name in vocabulary.names]
+    lines += [
+        f"< This is {_article(t)}. > This is a kind of {kind}" for kind, these in vocabulary.things.items() for t in these
+    ]
+    lines += [
+        f"< This is {city}. > This is a city in {country}" for country, these in vocabulary.cities.items() for city in these
+    ]
     while True:
-        yield from rng.sample(facts, len(facts))
+        yield from rng.sample(lines, len(lines))
 
 
 def _article(thing: str) -> str:
@@ -153,8 +161,8 @@ def _groups(domain: _Domain, vocabulary: Words) -> dict[str, list[str]]:
     return vocabulary.things if domain is _THINGS else vocabulary.cities
 
 
-def _relation(domain: _Domain, asked: str, level: str, form: int) -> Callable[[random.Random, Words], str]:
-    def line(rng: random.Random, vocabulary: Words) -> str:
+def _relation(domain: _Domain, asked: str, level: str, form: int) -> Callable[[random.Random, Words, int], str]:
+    def line(rng: random.Random, vocabulary: Words, count: int) -> str:
         groups = _groups(domain, vocabulary)
         kinds = rng.sample(sorted(groups), 3)
         owners = rng.sample(vocabulary.names, 3)
@@ -169,6 +177,7 @@ def _relation(domain: _Domain, asked: str, level: str, form: int) -> Callable[[r
         person = owners[2] if asked == "what not" else owners[0]
         question = domain.asked[asked, level].format(X=person, k=kinds[about], t=things[about])
         facts = [_fact(domain, form, owner, thing) for owner, thing in zip(owners, things, strict=True)]
+        facts = facts[: max(count, 2 if "not" in asked else 1)]
         rng.shuffle(facts)
         return f"< {' '.join(facts)} > {question}"
 
@@ -182,8 +191,8 @@ def _fact(domain: _Domain, form: int, owner: str, thing: str) -> str:
     )
 
 
-def _odd_one(domain: _Domain, level: str) -> Callable[[random.Random, Words], str]:
-    def line(rng: random.Random, vocabulary: Words) -> str:
+def _odd_one(domain: _Domain, level: str) -> Callable[[random.Random, Words, int], str]:
+    def line(rng: random.Random, vocabulary: Words, _: int) -> str:
         groups = _groups(domain, vocabulary)
         kinds = rng.sample(sorted(groups), 2)
         odd, twin = (rng.choice(groups[kind]) for kind in kinds)
@@ -197,15 +206,15 @@ def _odd_one(domain: _Domain, level: str) -> Callable[[random.Random, Words], st
     return line
 
 
-def _order(asked: str, form: int) -> Callable[[random.Random, Words], str]:
-    def line(rng: random.Random, vocabulary: Words) -> str:
+def _order(asked: str, form: int) -> Callable[[random.Random, Words, int], str]:
+    def line(rng: random.Random, vocabulary: Words, count: int) -> str:
         unit = rng.choice(sorted(ORDERS))
         times, people = ORDERS[unit], rng.sample(vocabulary.names, 3)
         when = rng.sample(range(len(times)), 3)
         word = "on" if unit == "day" else "in"
         facts = [
             f"{word.capitalize()} {times[t]} came {person}." if form else f"{person} came {word} {times[t]}."
-            for person, t in zip(people, when, strict=True)
+            for person, t in zip(people[:count], when, strict=False)
         ]
         later = times[(when[0] + 1) % len(times)]
         rng.shuffle(facts)
