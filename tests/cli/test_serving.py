@@ -68,7 +68,8 @@ def test_completions_whole_and_streamed(served, prompt):
     assert whole.usage.prompt_tokens == len(tokenizer.encode(prompt))
     chunks = list(server.client.completions.create(model=server.model, prompt=prompt, stream=True, **LIKELIEST))
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected.rstrip(HALF)
-    assert sum(bool(chunk.choices[0].text) for chunk in chunks) > 1
+    if len(expected.rstrip(HALF).split()) > 2:  # what is drawn may be bytes that make no character
+        assert sum(bool(chunk.choices[0].text) for chunk in chunks) > 1
 
 
 def test_chats_whole_and_streamed(served, prompt):
