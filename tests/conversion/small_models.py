@@ -37,6 +37,7 @@ DECODERS = {
     "phi3": {**CAUSAL, "num_key_value_heads": 2, "sliding_window": 6},
     "gpt_neox": CAUSAL,
     "gpt2": CAUSAL,
+    "falcon": CAUSAL,
     "gemma2": {**WINDOWS, **MIXED, "attn_logit_softcapping": 0.5},
     "gemma3_text": {**WINDOWS, **MIXED},
     "gpt_oss": {**WINDOWS, **MIXED, **EXPERTS},
