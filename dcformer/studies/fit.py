@@ -38,19 +38,25 @@ class Curves:
         return np.exp(height[:, None] + slope[:, None] * x + self.bend[:, None] * x**2)
 
     def cost(self, model: str, loss: Array) -> Array:
-        """[d, n], the cost at which a model has a loss [d, n], where its curve falls; infinite where it never has."""
-        height, slope = (each[:, None] for each in self.lines[model])
+        """[d, n], the cost at which a model has a loss [d, n], where its curve falls.
+
+        Infinite where the whole curve is above the loss, 0 where the whole curve is below it.
+        """
+        height, slope, bend = (each[:, None] for each in (*self.lines[model], self.bend))
         drop = height - np.log(loss)
+        root = slope**2 - 4 * bend * drop
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            x = 2 * drop / (np.sqrt(slope**2 - 4 * self.bend[:, None] * drop) - slope)  # in this form bend may be 0
-            return np.where(np.isfinite(x), np.exp(x), np.inf)
+            x = 2 * drop / (np.sqrt(root) - slope)  # in this form bend may be 0
+            found = np.where(np.isfinite(x), np.exp(x), np.inf)
+        return np.where((root < 0) & (bend < 0), 0.0, found)
 
 
 def multipliers(points: Points, ours: str, theirs: str, at: Array, seed: int = 0) -> dict[str, Any]:
     """How many times a cost of ours the other model needs for the loss that we have there, both read off the curves.
 
     Intervals come from a bootstrap: residuals of all points together, widened by the degrees of freedom that the fit took, are
-    drawn anew, added to the curves, and all is fitted again. Costs beyond the other model's largest are extrapolated.
+    drawn anew, added to the curves, and all is fitted again. Their size is drawn too, as few points tell little of it: that of
+    normal residuals (a chi-square). Costs beyond the other model's least or largest are extrapolated.
 
     Args:
         points: for both models the costs [n] and the losses [n] of finished runs.
@@ -74,7 +80,7 @@ def multipliers(points: Points, ours: str, theirs: str, at: Array, seed: int = 0
     freedom = count - 4 - bent
     low = high = np.full(len(at), np.nan)
     if freedom > 0:
-        draws = _multipliers(_fit(_redrawn(points, curves, count / freedom, seed), bent), at, ours, theirs)
+        draws = _multipliers(_fit(_redrawn(points, curves, freedom, seed), bent), at, ours, theirs)
         margin = (1 - _LEVEL) / 2
         low, high = np.quantile(draws, [margin, 1 - margin], axis=0, method="nearest")
     return {
@@ -88,7 +94,7 @@ def multipliers(points: Points, ours: str, theirs: str, at: Array, seed: int = 0
                 "multiplier": _finite(found[i]),
                 "low": _finite(low[i]),
                 "high": _finite(high[i]),
-                "extrapolated": bool(not found[i] * cost <= points[theirs][0].max()),
+                "extrapolated": not points[theirs][0].min() <= found[i] * cost <= points[theirs][0].max(),
             }
             for i, cost in enumerate(at)
         ],
@@ -99,13 +105,14 @@ def _multipliers(curves: Curves, costs: Array, ours: str, theirs: str) -> Array:
     return curves.cost(theirs, curves.loss(ours, costs)) / costs
 
 
-def _redrawn(points: Points, curves: Curves, inflation: float, seed: int) -> Points:
+def _redrawn(points: Points, curves: Curves, freedom: int, seed: int) -> Points:
     expected = {model: curves.loss(model, cost)[0] for model, (cost, _) in points.items()}
     residuals = np.concatenate([np.log(loss / expected[model]) for model, (_, loss) in points.items()])
-    residuals = (residuals - residuals.mean()) * np.sqrt(inflation)
+    residuals = (residuals - residuals.mean()) * np.sqrt(len(residuals) / freedom)
     draw = np.random.default_rng(seed)
+    size = np.sqrt(freedom / draw.chisquare(freedom, (_DRAWS, 1)))
     return {
-        model: (cost, expected[model] * np.exp(draw.choice(residuals, (_DRAWS, len(cost)))))
+        model: (cost, expected[model] * np.exp(size * draw.choice(residuals, (_DRAWS, len(cost)))))
         for model, (cost, _) in points.items()
     }
 

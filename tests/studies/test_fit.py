@@ -58,15 +58,16 @@ def test_two_sizes_are_joined_by_power_laws(seed):
     assert [(each["low"], each["high"]) for each in found["at"]] == [(None, None)] * 2  # nothing is left to judge the fit by
 
 
-def test_intervals_hold_the_truth_about_as_often_as_they_say(seed):
-    draw, held, tries = np.random.default_rng(seed), 0, 20
-    costs = np.tile(COSTS, 2)  # two seeds
+@pytest.mark.parametrize(("sizes", "seeds", "floor"), [(2, 2, 0), (3, 1, None), (5, 2, None)])
+def test_intervals_hold_the_truth_about_as_often_as_they_say(seed, monkeypatch, sizes, seeds, floor):
+    """Of 95 %; they hold it in 92 to 96 % of many thousand tries, in 69 % with 3 x 1 where residuals are taken as they are."""
+    monkeypatch.setattr("dcformer.studies.fit._DRAWS", 200)
+    draw, held, tries = np.random.default_rng(seed), 0, 200
     for _ in range(tries):
-        points = noisy(draw, laws(draw, costs, 1.7), 0.004)
-        middle = multipliers(points, "ours", "theirs", COSTS)["at"][2]
-        assert middle["low"] < middle["multiplier"] < middle["high"]
-        held += middle["low"] <= 1.7 <= middle["high"]
-    assert held >= 0.65 * tries
+        points = noisy(draw, laws(draw, np.tile(COSTS[:sizes], seeds), 1.7, floor), 0.004)
+        first = multipliers(points, "ours", "theirs", COSTS[:sizes])["at"][0]
+        held += first["low"] <= 1.7 <= (np.inf if first["high"] is None else first["high"])
+    assert held >= 0.86 * tries
 
 
 def test_the_same_points_give_the_same_interval_and_less_noise_a_narrower_one(seed):
@@ -79,9 +80,20 @@ def test_the_same_points_give_the_same_interval_and_less_noise_a_narrower_one(se
     assert quiet["high"] - quiet["low"] < loud["high"] - loud["low"]
 
 
-def test_beyond_the_other_models_runs_is_called_extrapolated(seed):
-    found = multipliers(laws(np.random.default_rng(seed), COSTS, 2.0), "ours", "theirs", COSTS)
-    assert [each["extrapolated"] for each in found["at"]] == [False] * 4 + [True]
+@pytest.mark.parametrize(("multiplier", "where"), [(2.0, -1), (0.5, 0)])
+def test_beyond_the_other_models_runs_is_called_extrapolated(seed, multiplier, where):
+    found = multipliers(laws(np.random.default_rng(seed), COSTS, multiplier), "ours", "theirs", COSTS)
+    assert [i for i, each in enumerate(found["at"]) if each["extrapolated"]] == [range(5)[where]]
+
+
+def test_a_loss_above_all_that_the_other_model_ever_has():
+    def loss(x, height):
+        return np.exp(height - 0.02 * x - 0.02 * x**2)
+
+    x = np.array([-3.0, 0, 3])  # log of cost; losses are largest at -0.5
+    points = {"ours": (np.exp(x), loss(x, 1.5)), "theirs": (np.exp(x), loss(x, 1.2))}
+    least = multipliers(points, "ours", "theirs", np.exp(x))["at"][1]
+    assert least["multiplier"] == 0 and least["extrapolated"]
 
 
 def test_a_loss_that_the_other_model_never_has():
