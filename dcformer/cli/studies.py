@@ -77,7 +77,7 @@ def ablation(
     work: Work = Path("runs/ablation"),
     tokens: Annotated[int, typer.Option(min=1, help="To train each row on.")] = 8_000_000,
     seeds: Seeds = 1,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", help="The peak, for all rows.")] = 4e-3,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", min=0, help="The peak, for all rows.")] = 4e-3,
     data: Data = None,
     text_field: TextField = None,
     tokenizer: Tokenizer = None,
@@ -106,7 +106,7 @@ def synthetic(
     work: Work = Path("runs/synthetic"),
     tokens: Annotated[int, typer.Option(min=1, help="To train each model on.")] = 12_000_000,
     seeds: Seeds = 1,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", help="The peak, for both models.")] = 2e-3,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", min=0, help="The peak, for both models.")] = 2e-3,
     bf16: Bf16 = None,
 ) -> None:
     """Train small models with and without composition on a mixture of tasks: which predicts the words in brackets better?"""

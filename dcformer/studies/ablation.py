@@ -99,7 +99,7 @@ def ablation(
         console: where progress is shown; None: nowhere.
 
     Returns:
-        What summary.json holds: `format`, `complete`, `settings`, `data`, `provenance` of the writing process, `models` (of
+        What summary.json holds: `format`, `study`, `complete`, `settings`, `data`, `provenance` of its writer, `models` (of
         each row parameters, training FLOPs a token, seconds a step, configuration), `timed` (where steps were timed), `runs`
         (all, the failed ones too), and `rows`: what `rank` finds.
 
@@ -118,12 +118,13 @@ def ablation(
     step = data.block_size * settings.train.get("batch_size", 16) * settings.train.get("gradient_accumulation", 1)
     steps = math.ceil(settings.tokens / step)
     planned = settings.seeds * steps * step * sum(model["flops_per_token"] for model in models.values())
-    runs = Runs(out, work, planned, console)
+    runs = Runs("ablation", out, work, planned, console)
     times = step_times(configs, prepared, {k: v for k, v in settings.train.items() if k != "learning_rate"}, out, console)
     for name, about in models.items():
         about["step_seconds"] = times["seconds"][name]
     report: dict[str, Any] = {
         "format": 1,
+        "study": "ablation",
         "complete": False,
         "settings": {
             "data": asdict(data) | {"data": list(data.data)},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
@@ -59,19 +60,28 @@ def read_tasks(path: Path) -> list[Task]:
     """A JSONL file whose rows have `task_id` and `texts`.
 
     Raises:
-        ValueError: there is no such file, or a line is none of that, or no text has brackets.
+        ValueError: there is no such file, or it is not UTF-8, or a line is none of that, or no text has brackets.
     """
     if not path.is_file():
         raise ValueError(f"{path} is no file")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be UTF-8: {error}") from error
     tasks = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
-            tasks.append(task(str(row["task_id"]), row["texts"]))
+            each = task(str(row["task_id"]), row["texts"])
+            each.text.encode()  # no half of a surrogate pair, which no tokenizer takes
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f'{path}, line {number}, has no "task_id" and "texts": {error!r}') from error
+            example = '{"task_id": "owns", "texts": "Bo owns a kind of [ fruit ]"}'
+            raise ValueError(f"{path}, line {number}, must be such as {example}: {error!r}") from error
+        tasks.append(each)
     if not any(start for each in tasks for start, _ in each.answers):
-        raise ValueError(f'{path} has no words in brackets, such as "has a kind of [ fruit ]"')
+        raise ValueError(f'{path} has no words in brackets after others, such as "has a kind of [ fruit ]"')
     return tasks
 
 
@@ -94,12 +104,16 @@ def bracket_accuracy(
         By family, `words` (how many), `accuracy` (share of them that is right) and `loss` (nats a word, mean).
 
     Raises:
-        ValueError: the tokenizer does not say where its tokens are.
+        ValueError: the tokenizer does not say where its tokens are, or a text is longer than the model's context.
     """
     if not tokenizer.is_fast:
         raise ValueError(f"tokenizer is a {type(tokenizer).__name__}, which does not say where tokens are; a fast one would do")
     found: dict[str, list[tuple[bool, float]]] = {}
     tasks = list(tasks)
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
+    for each in tasks:
+        if (length := len(tokenizer(each.text)["input_ids"])) > most:
+            raise ValueError(f"a text of {each.family!r} has {length} tokens; the model takes at most {most}")
     batches = [tasks[start : start + batch_size] for start in range(0, len(tasks), batch_size)]
     hidden = console is None or not console.is_terminal
     for batch in track(batches, "texts", console=console, disable=hidden):

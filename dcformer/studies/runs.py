@@ -54,13 +54,22 @@ class Runs:
     KEY is a digest of configuration, settings and data. Who has the first folder need not train again; the second may go.
 
     Args:
+        study: its name, which its summary has, too.
         out: folder of the study.
         work: folder for what is too large to keep.
         planned: FLOPs of all runs together, from which the time left is reckoned.
         console: where progress is shown; None: nowhere.
+
+    Raises:
+        ValueError: `out` cannot be a folder, or has the summary of something else.
     """
 
-    def __init__(self, out: Path, work: Path, planned: float, console: Console | None):
+    def __init__(self, study: str, out: Path, work: Path, planned: float, console: Console | None):
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"out={str(out)!r} cannot be a folder ({error.strerror}); choose another") from error
+        _check_summary(out / "summary.json", study)
         self.records, self.work, self.console = out / "runs", work, console
         self.planned, self.flops, self.seconds = planned, 0.0, 0.0
         self.provenance = provenance()
@@ -142,6 +151,19 @@ def _as_run(lines: list[dict[str, Any]], seed: int, error: str | None) -> Run:
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "seconds": lines[-1]["seconds"] if lines else 0.0,
     }
+
+
+def _check_summary(path: Path, study: str) -> None:
+    """Refuses to replace what is not of the study."""
+    if not path.exists():
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        ours = found.get("study", study) == study and "runs" in found
+    except (ValueError, AttributeError):
+        ours = False
+    if not ours:
+        raise ValueError(f"{path} is no summary of {study}, which would replace it; move it, or choose another folder")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

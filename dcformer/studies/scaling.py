@@ -88,7 +88,7 @@ def scaling(data: DataSettings, ladder: Ladder, out: Path, work: Path, *, consol
         console: where progress is shown; None: nowhere.
 
     Returns:
-        What summary.json holds: `format`, `complete`, `settings`, `data`, `provenance` of the writing process, `rungs` (of each
+        What summary.json holds: `format`, `study`, `complete`, `settings`, `data`, `provenance` of its writer, `rungs` (of each
         `parameters` without embeddings, `steps`, `tokens`, `epochs`, and both models' parameters, training FLOPs a token,
         seconds a step and configuration), `timed` (where the steps were timed), `rates` (chosen, by model and rung), `runs`
         (all, the failed ones and the worse rates too), and what `summarize` finds.
@@ -104,7 +104,7 @@ def scaling(data: DataSettings, ladder: Ladder, out: Path, work: Path, *, consol
     planned = sum(
         flops * (ladder.seeds - 1 + (len(ladder.rates) if i < ladder.tuned else 1)) for i, flops in enumerate(of_both)
     )
-    runs = Runs(out, work, planned, console)
+    runs = Runs("scaling", out, work, planned, console)
     shapes = {f"{model}-{rung.name}": config for rung in rungs for model, config in rung.configs.items()}
     times = step_times(shapes, prepared, ladder.train, out, console)
     for rung in rungs:
@@ -112,6 +112,7 @@ def scaling(data: DataSettings, ladder: Ladder, out: Path, work: Path, *, consol
             about["step_seconds"] = times["seconds"][f"{model}-{rung.name}"]
     report: dict[str, Any] = {
         "format": 1,
+        "study": "scaling",
         "complete": False,
         "settings": {
             "data": asdict(data) | {"data": list(data.data)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable
@@ -88,7 +89,7 @@ def synthetic(settings: Synthetic, out: Path, work: Path, *, console: Console | 
         console: where progress is shown; None: nowhere.
 
     Returns:
-        What summary.json holds: `format`, `complete`, `settings`, `data`, `provenance` of the writing process, `models` (of
+        What summary.json holds: `format`, `study`, `complete`, `settings`, `data`, `provenance` of its writer, `models` (of
         each parameters, training FLOPs a token, configuration), `runs` (all; with `accuracy` by split and family, as
         `dcformer.studies.brackets.bracket_accuracy` finds it, `None` where a run diverged), and `accuracy` by split and model:
         of each family the mean over seeds, and their `mean`.
@@ -100,6 +101,8 @@ def synthetic(settings: Synthetic, out: Path, work: Path, *, console: Console | 
     for name in ("texts", "evaluated", "tokens", "seeds"):
         if getattr(settings, name) < 1:
             raise ValueError(f"{name}={getattr(settings, name)} must be at least 1")
+    if console is not None:
+        console.print("Texts are written and tokenized", highlight=False)
     prepared = _prepare(settings, work)
     ours = DCFormerConfig(max_position_embeddings=settings.block_size, **settings.model)
     ours = with_vocabulary(ours, prepared.tokenizer)
@@ -108,9 +111,10 @@ def synthetic(settings: Synthetic, out: Path, work: Path, *, console: Console | 
     step = settings.block_size * settings.train.get("batch_size", 16) * settings.train.get("gradient_accumulation", 1)
     steps = math.ceil(settings.tokens / step)
     planned = settings.seeds * steps * step * sum(model["flops_per_token"] for model in models.values())
-    runs = Runs(out, work, planned, console)
+    runs = Runs("synthetic", out, work, planned, console)
     report: dict[str, Any] = {
         "format": 1,
+        "study": "synthetic",
         "complete": False,
         "settings": asdict(settings) | {"tokens": steps * step},
         "data": {name: value for name, value in prepared.summary.items() if name != "cached"},
@@ -191,7 +195,9 @@ def _prepare(settings: Synthetic, work: Path) -> PreparedData:
     train, validation = (split.map(mask, batched=True) for split in (data.train, data.validation))
     learned = [token for row in validation["labels"] for token in row if token != -100]
     bytes_per_token = len(str(data.tokenizer.decode(learned, skip_special_tokens=True)).encode()) / len(learned)
-    return data._replace(train=train, validation=validation, bytes_per_token=bytes_per_token)
+    fingerprint = _digest([data.summary["fingerprint"], train["labels"][:], validation["labels"][:]])
+    summary = data.summary | {"fingerprint": fingerprint}
+    return data._replace(train=train, validation=validation, bytes_per_token=bytes_per_token, summary=summary)
 
 
 def _answers(rows: dict[str, Any], begins: np.ndarray, ends: np.ndarray) -> dict[str, Any]:
@@ -217,18 +223,21 @@ def _accuracy(
     if run["error"] is not None:
         return None
     path = out / "accuracy" / run["file"]
-    if not path.exists() or _read(path)[0] != {"evaluated": evaluated}:
+    asked = {split: list(texts(split, evaluated * len(families()))) for split in SPLITS}
+    head = {"evaluated": evaluated, "texts": _digest(asked)}
+    if not path.exists() or _read(path)[0] != head:
         folder = work / path.stem
         if not (folder / "config.json").exists():
             raise ValueError(
                 f"{folder} is gone, with a model that is not evaluated; remove {out / 'runs' / run['file']} to train it"
             )
+        if console is not None:
+            console.print(f"{run['name']}: its accuracy is measured", highlight=False)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         model.to("cuda" if torch.cuda.is_available() else "cpu")
-        lines: list[dict[str, Any]] = [{"evaluated": evaluated}]
+        lines: list[dict[str, Any]] = [head]
         for split in SPLITS:
-            tasks = [task(*each) for each in texts(split, evaluated * len(families()))]
-            found = bracket_accuracy(model, tokenizer, tasks, console=console)
+            found = bracket_accuracy(model, tokenizer, [task(*each) for each in asked[split]], console=console)
             lines += [{"split": split, "family": family} | figures for family, figures in found.items()]
         path.parent.mkdir(parents=True, exist_ok=True)
         with explained_disk_errors("what a model predicts", path.parent):
@@ -237,6 +246,10 @@ def _accuracy(
     for line in _read(path)[1:]:
         by_split[line.pop("split")][line.pop("family")] = line
     return by_split
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
 def _lines(rows: Iterable[dict[str, Any]]) -> str:

@@ -39,14 +39,15 @@ def step_times(
         JSON-ready: `seconds` a step by name, `provenance` of the measurement, `key`, a digest of what was measured.
 
     Raises:
-        OSError: the file could not be written.
+        ValueError: the file is there and no such measurement.
+        OSError: it could not be written.
     """
     settings = settings | {"steps": _STEPS, "eval_rows": 1, "eval_every": _STEPS, "save_every": _STEPS}
     what = {name: identity(config, data, TrainSettings(out="", **settings)) for name, config in configs.items()}
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
     path = out / "times.json"
-    if path.exists() and (found := json.loads(path.read_text(encoding="utf-8")))["key"] == key:
-        return dict(found)
+    if path.exists() and (found := _read(path))["key"] == key:
+        return found
     seconds: dict[str, list[float]] = {name: [] for name in configs}
     for number in range(_ROUNDS):
         if console is not None:
@@ -62,3 +63,11 @@ def step_times(
     with explained_disk_errors("the times", out):
         write_json(path, found)
     return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {name: found[name] for name in ("key", "provenance", "seconds")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no measurement of steps; remove it, and they are timed again") from error

@@ -9,6 +9,11 @@ import time
 import openai
 import pytest
 from tiny_models import TEMPLATE, WORDS, goes_on, tokenizer, write_checkpoint
+from transformers import LlamaConfig, LlavaConfig
+from transformers.cli.serving.model_manager import ModelLoader
+
+from dcformer import DCFormerForCausalLM
+from dcformer.cli.loader import Loader
 
 TOKENS = 8
 LIKELIEST = {"max_tokens": TOKENS, "temperature": 0}
@@ -110,6 +115,17 @@ def test_control_c_ends_it(served):
     server, _ = served
     code, out = server.stop(signal.SIGINT)
     assert code == 0 and "Traceback" not in out and "Application shutdown complete" in out
+
+
+def test_what_transformers_has_is_loaded_as_it_does(tmp_path, monkeypatch):
+    """Vision-language models too, of classes that only it knows how to choose."""
+    monkeypatch.setattr(ModelLoader, "_load_model", lambda self, model_id, *_: model_id)
+    loader = Loader("cpu")
+    for name, config in (("llava", LlavaConfig(architectures=["LlavaForConditionalGeneration"])), ("gguf", LlamaConfig())):
+        config.save_pretrained(tmp_path / name)
+        assert loader._load_model(str(tmp_path / name)) == str(tmp_path / name)
+    write_checkpoint(tmp_path / "ours")
+    assert isinstance(loader._load_model(str(tmp_path / "ours")), DCFormerForCausalLM)
 
 
 def test_help_and_mistakes(call, tmp_path):

@@ -30,7 +30,7 @@ def test_brackets_of_nothing(call, tmp_path, monkeypatch):
     (tmp_path / "tasks.jsonl").write_text("no JSON\n")
     for arguments, message in (
         (("model", "missing.jsonl"), "missing.jsonl is no file"),
-        (("model", "tasks.jsonl"), 'tasks.jsonl, line 1, has no "task_id" and "texts"'),
+        (("model", "tasks.jsonl"), "tasks.jsonl, line 1, must be such as"),
     ):
         code, out, err = call("study", "brackets", *arguments, "--out", "figures.json")
         assert (code, out) == (1, "") and message in err and err.count("\n") == 1

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM
 from dcformer.studies.brackets import bracket_accuracy, read_tasks, report_on, task, without_brackets
@@ -71,7 +72,7 @@ def test_a_word_is_right_only_if_all_its_tokens_are(tokenizer):
     class Oracle(torch.nn.Module):
         """Knows every next token but those after a given one."""
 
-        device, unknown_after = torch.device("cpu"), torch.tensor([])
+        config, device, unknown_after = PretrainedConfig(), torch.device("cpu"), torch.tensor([])
 
         def forward(self, input_ids, use_cache):
             logits = 100.0 * torch.nn.functional.one_hot(input_ids.roll(-1, 1), len(tokenizer))
@@ -96,9 +97,12 @@ def test_a_word_without_anything_before_it_is_left_out(model, tokenizer):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"task_id": "a", "texts": "[ b ]"}\n{"task_id": "a"}\n', r'line 2, has no "task_id" and "texts": KeyError'),
-        ("no JSON\n", r'line 1, has no "task_id" and "texts"'),
-        ('{"task_id": "a", "texts": 3}\n', r'line 1, has no "task_id" and "texts"'),
+        ('{"task_id": "a", "texts": "[ b ]"}\n{"task_id": "a"}\n', "line 2, must be such as .*: KeyError"),
+        ("no JSON\n", 'line 1, must be such as {"task_id"'),
+        ('{"task_id": "a", "texts": 3}\n', "line 1, must be such as"),
+        ("null\n", "line 1, must be such as"),
+        ('{"task_id": "a", "texts": "b [ \\ud800 ]"}\n', "line 1, must be such as .*: UnicodeEncodeError"),
+        ('{"task_id": "a", "texts": "b [ \u00df ]"}\n'.encode("latin-1"), "must be UTF-8: .* byte 0xdf"),
         ('{"task_id": "a", "texts": "plain"}\n', "has no words in brackets"),
         ('{"task_id": "a", "texts": "[ alone ]"}\n', "has no words in brackets"),
         ("", "has no words in brackets"),
@@ -108,9 +112,25 @@ def test_a_word_without_anything_before_it_is_left_out(model, tokenizer):
 def test_files_that_are_none_are_named(tmp_path, content, message):
     path = tmp_path / "tasks.jsonl"
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         read_tasks(path)
+
+
+def test_files_of_other_systems_are_read_alike(tmp_path):
+    rows = [json.dumps({"task_id": "a", "texts": f"x\u2028{i} [ \u00df ]"}, ensure_ascii=False) for i in range(2)]
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(("\ufeff" + "\r\n".join([*rows, "", ""])).encode())
+    assert [each.text for each in read_tasks(path)] == [f"x\u2028{i} \u00df" for i in range(2)]
+
+
+def test_a_text_longer_than_the_context_is_named(model, tokenizer):
+    tasks = [task("short", ROWS[1][1]), task("long", ROWS[0][1])]
+    model.config.max_position_embeddings = length = len(tokenizer(tasks[1].text)["input_ids"])
+    bracket_accuracy(model, tokenizer, tasks)
+    model.config.max_position_embeddings -= 1
+    with pytest.raises(ValueError, match=f"'long' has {length} tokens; the model takes at most {length - 1}"):
+        bracket_accuracy(model, tokenizer, tasks)
 
 
 def test_report(model, tokenizer, tmp_path):

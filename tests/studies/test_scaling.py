@@ -166,6 +166,18 @@ def test_a_damaged_record_is_named(whole, data, tmp_path):
         scaling(data, tiny_ladder(), tmp_path / "out", tmp_path / "work")
 
 
+def test_only_its_own_summary_is_replaced(data, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for content in ('{"mine": 1}', '{"study": "ablation", "runs": []}', "[]", "{"):
+        (out / "summary.json").write_text(content)
+        with pytest.raises(ValueError, match=r"summary.json is no summary of scaling, which would replace it; move it"):
+            scaling(data, tiny_ladder(), out, tmp_path / "work")
+        assert (out / "summary.json").read_text() == content and len(list(out.iterdir())) == 1
+    with pytest.raises(ValueError, match=r"out='.*summary.json' cannot be a folder \(File exists\); choose another"):
+        scaling(data, tiny_ladder(), out / "summary.json", tmp_path / "work")
+
+
 def made_up(multiplier):
     """Runs of five rungs and two seeds: a DCFormer that does with so much compute what the other does with more."""
     draw, runs = np.random.default_rng(0), []

@@ -13,9 +13,9 @@ TINY = Synthetic(
     model={"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
     texts=160,
     evaluated=1,
-    tokens=4 * 2 * 64,
-    vocab_size=300,
-    block_size=64,
+    tokens=4 * 2 * 512,
+    vocab_size=600,
+    block_size=512,
     train={"batch_size": 2, "learning_rate": 1e-3, "eval_rows": 4},
 )
 
@@ -51,7 +51,7 @@ def test_a_whole_study(whole):
     folder, report = whole
     out = folder / "out"
     assert json.loads((out / "summary.json").read_text()) == report
-    assert report["complete"] and report["settings"]["tokens"] == 512
+    assert report["study"] == "synthetic" and report["complete"] and report["settings"]["tokens"] == 4096
     assert matplotlib.image.imread(out / "synthetic.png").std() > 0 and (out / "synthetic.svg").exists()
     assert [run["model"] for run in report["runs"]] == ["dcformer", "transformer"]
     assert report["models"]["transformer"]["config"]["compose"] is None
@@ -73,6 +73,13 @@ def test_labels_are_the_answers(tmp_path):
             *ended, _ = prepared.tokenizer.decode(ids, skip_special_tokens=True).split("\n")
             answers = [line.split(" ")[-1] for line in ended]
             assert prepared.tokenizer.decode([label for label in labels if label != -100]).replace(" ", "") == "".join(answers)
+
+
+def test_runs_with_other_labels_are_other_runs(tmp_path, monkeypatch):
+    before = _prepare(TINY, tmp_path).summary["fingerprint"]
+    assert _prepare(TINY, tmp_path).summary["fingerprint"] == before
+    monkeypatch.setattr("dcformer.studies.synthetic._answers", lambda rows, begins, ends: {"labels": rows["input_ids"]})
+    assert _prepare(TINY, tmp_path).summary["fingerprint"] != before
 
 
 def test_a_study_that_is_done_is_not_done_again(copied, whole, monkeypatch):

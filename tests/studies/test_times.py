@@ -20,6 +20,13 @@ def test_steps_are_timed_once(data, tmp_path, monkeypatch):
     train, names = times.train, []
     monkeypatch.setattr(times, "train", lambda config, *rest: names.append(config.num_hidden_layers) or train(config, *rest))
     assert step_times(configs, prepared, {"batch_size": 2}, tmp_path, None) == found and names == []
+    path = tmp_path / "times.json"
+    whole = path.read_text()
+    for damaged in (whole[:100], "{}", "[]"):
+        path.write_text(damaged)
+        with pytest.raises(ValueError, match=r"times.json is no measurement of steps; remove it"):
+            step_times(configs, prepared, {"batch_size": 2}, tmp_path, None)
+    path.write_text(whole)
     again = step_times(configs, prepared, {"batch_size": 1}, tmp_path, None)
     assert names == [1, 12] * 3  # in turn
     assert again["key"] != found["key"] and again["seconds"]["12"] != pytest.approx(found["seconds"]["12"], rel=1e-9)
